@@ -1,0 +1,49 @@
+"""Test-wide set-up: Triton's interpreter without a GPU, poisoned `torch.empty`, Hypothesis profiles, GPU marker."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:  # before any kernel is decorated
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _poisoned(allocate):
+    """Return `allocate` with its result filled by NaN or a sentinel, so that an output nobody wrote shows."""
+
+    def empty(*args, **kwargs):
+        tensor = allocate(*args, **kwargs)
+        if tensor.is_floating_point():
+            return tensor.fill_(float("nan"))
+        if tensor.dtype in (torch.int64, torch.int32):
+            return tensor.fill_(-(2**30) - 7)
+        return tensor
+
+    return empty
+
+
+torch.empty = _poisoned(torch.empty)
+torch.empty_like = _poisoned(torch.empty_like)
+
+hypothesis.settings.register_profile("default", deadline=None, max_examples=50, derandomize=True)
+hypothesis.settings.register_profile("exhaustive", deadline=None, max_examples=500)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_modifyitems(items):
+    """Leave GPU tests out where there is no GPU: they are the same tests on another device."""
+    if not HAS_GPU:
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA or ROCm device"))
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """Return a seeded CPU generator."""
+    return torch.Generator().manual_seed(20260707)

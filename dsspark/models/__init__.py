@@ -1,0 +1,1 @@
+"""The target language model, the parallel backbone, the heads and the drafters."""

@@ -1,0 +1,224 @@
+r"""Semi-autoregressive drafting: parallel logits, corrected and sampled left to right (paper 3.1, eq. 4-6).
+
+$$q_k(v \mid x_0, x_{<k}) = \mathrm{softmax}\big((U_k(v) + B_k(x_{<k}, v)) / T\big)$$
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dsspark._checks import (
+    FLOAT_DTYPES,
+    INT_DTYPES,
+    as_temperature,
+    check_block_size,
+    check_cell,
+    check_device,
+    check_dtype,
+    check_shape,
+)
+from dsspark.numerics import CELL, compute_dtype, row_weights
+from dsspark.randomness import Uniforms
+from dsspark.reference.sampling import sample_two_level
+from dsspark.types import DraftBlock, check_draft_to_target
+
+if TYPE_CHECKING:
+    from dsspark.models.heads import MarkovHead
+
+
+def latent_step(
+    head: MarkovHead, previous_tokens: Tensor, hidden: Tensor | None = None, state: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    r"""Return the vector that multiplies W2 at one position, and the next state of an RNN head.
+
+    With $e = W_1[x_{k-1}]$:
+
+    - vanilla (eq. 5): $e$
+    - gated: $\sigma(W_g [h_k ; e] + b_g) \odot e$
+    - rnn (eq. 6): $(g, c, o) = W [s_{k-1} ; e ; h_k] + b$, $s_k = \sigma(g) s_{k-1} + (1 - \sigma(g)) \tanh c$, and $\tanh o$
+
+    Args:
+        head: the Markov head.
+        previous_tokens: x_{k-1}, [R] int64 target ids.
+        hidden: h_k, [R, d]; read by "gated" and "rnn".
+        state: s_{k-1}, [R, r]; read by "rnn", zeros at the first position.
+
+    Returns:
+        The latent [R, r], rounded to W1's dtype (it is what gets stored, so it is what the draw uses), and s_k [R, r] float32
+        (None for the other kinds).
+
+    Raises:
+        ValueError: if a gated or RNN head gets no hidden states.
+    """
+    embedding = head.markov_w1.weight[previous_tokens]
+    if head.kind == "vanilla":
+        return embedding, None
+    if hidden is None:
+        raise ValueError(
+            f"hidden: got None, expected the backbone's hidden states [R, gamma, d] for a {head.kind} head"
+        )
+    dtype = compute_dtype(embedding)
+    e, h = embedding.to(dtype), hidden.to(dtype)
+    if head.gate_proj is not None:
+        gate = torch.sigmoid(_linear(head.gate_proj, torch.cat((h, e), dim=-1)))
+        return (gate * e).to(embedding.dtype), None
+    if head.joint_proj is None or state is None:
+        raise ValueError("state: got None, expected s_{k-1} [R, r] for an rnn head; start from head.initial_state(...)")
+    gate, candidate, output = _linear(head.joint_proj, torch.cat((state, e, h), dim=-1)).chunk(3, dim=-1)
+    gate = torch.sigmoid(gate)
+    state = gate * state + (1 - gate) * torch.tanh(candidate)
+    return torch.tanh(output).to(embedding.dtype), state
+
+
+def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
+
+
+def corrected_logits(base_logits: Tensor, latent: Tensor | None, markov_w2: Tensor | None) -> Tensor:
+    """Return U_k + latent W2^T, [R, V_draft], accumulated in float32 (float64 for float64 logits).
+
+    Args:
+        base_logits: U_k, [R, V_draft].
+        latent: [R, r], or None for a parallel-only draft.
+        markov_w2: W2, [V_draft, r], or None likewise.
+    """
+    dtype = compute_dtype(base_logits)
+    logits = base_logits.to(dtype)
+    if latent is None or markov_w2 is None:
+        return logits
+    return logits + F.linear(latent.to(dtype), markov_w2.to(dtype))
+
+
+@torch.no_grad()
+def draft_block(
+    base_logits: Tensor,
+    anchors: Tensor,
+    head: MarkovHead | None,
+    uniforms: Uniforms,
+    *,
+    temperature: float | Tensor = 1.0,
+    hidden: Tensor | None = None,
+    draft_to_target: Tensor | None = None,
+    keep_logits: bool = True,
+    cell: int = CELL,
+) -> DraftBlock:
+    r"""Draft gamma tokens a request, left to right, and keep the exact law q of each (paper eq. 4).
+
+    Args:
+        base_logits: U, [R, gamma, V_draft] float32, bfloat16, float16 (float64: an oracle), any row stride.
+        anchors: x_0, [R] int64 or int32 target ids: the last emitted token of each request.
+        head: the Markov head, or None for a parallel-only draft.
+        uniforms: `uniforms.draft` [R, gamma, 2] is read.
+        temperature: T >= 0, a float or [R]; 0 is greedy, the lowest id on ties.
+        hidden: h, [R, gamma, d]; needed by gated and RNN heads.
+        draft_to_target: [V_draft] int64 strictly increasing target ids, where the drafter has a vocabulary of its own.
+        keep_logits: store the corrected logits, in the dtype of `base_logits`, and draw from what is stored; otherwise keep what
+            recomputes a row.
+        cell: tokens in a cell of the two-level draw.
+
+    Returns:
+        A `DraftBlock`; its `tokens` are target ids.
+
+    Raises:
+        ValueError: for shapes or devices that do not belong together, or a temperature out of range.
+        TypeError: for dtypes that are not listed.
+
+    Numerics: biases and laws in float32. A row that is no distribution (NaN, +inf, all -inf), or a bad entry of a temperature
+        tensor, yields token 0 with token_probs NaN; other requests are unharmed. Deterministic.
+    Cost: per position W2 and R rows of U are read once; R rows are written if logits are kept.
+    Source: paper section 3.1, equations 4-6.
+
+    Example:
+        >>> head = MarkovHead(vocab_size=32, rank=4)
+        >>> uniforms = Uniforms.from_seeds([7], [0], block_size=5)
+        >>> draft_block(torch.zeros(1, 5, 32), torch.tensor([3]), head, uniforms).tokens.shape
+        torch.Size([1, 5])
+    """
+    _check_arguments(base_logits, anchors, head, uniforms, hidden, draft_to_target, cell)
+    num_requests, block_size, _ = base_logits.shape
+    temperature = as_temperature(temperature, num_requests, base_logits)
+    markov_w2 = None if head is None else head.markov_w2.weight
+    state = None if head is None else head.initial_state(num_requests, base_logits.device)
+
+    previous = anchors.to(torch.int64)
+    steps, stored, latents = [], [], []
+    for k in range(block_size):
+        latent = None
+        if head is not None:
+            latent, state = latent_step(head, previous, None if hidden is None else hidden[:, k], state)
+            latents.append(latent)
+        logits = corrected_logits(base_logits[:, k], latent, markov_w2)
+        if keep_logits:
+            logits = logits.to(base_logits.dtype)
+            stored.append(logits)
+        weights, row_max, row_sum = row_weights(logits, temperature)
+        drawn = sample_two_level(weights, uniforms.draft[:, k], cell=cell)
+        probs = weights.gather(1, drawn[:, None])[:, 0] / row_sum
+        tokens = drawn if draft_to_target is None else draft_to_target[drawn]
+        previous = torch.where(row_sum.isnan(), 0, tokens)
+        steps.append((previous, probs, row_max, row_sum))
+
+    tokens, probs, row_max, row_sum = (torch.stack(column, dim=1) for column in zip(*steps, strict=True))
+    recompute = head is not None and not keep_logits
+    return DraftBlock(
+        tokens=tokens,
+        token_probs=probs,
+        row_max=row_max,
+        row_sum=row_sum,
+        temperature=temperature,
+        logits=torch.stack(stored, dim=1) if keep_logits else None,
+        latent=torch.stack(latents, dim=1) if recompute else None,
+        markov_w2=markov_w2 if recompute else None,
+        base_logits=None if keep_logits else base_logits,
+        draft_to_target=draft_to_target,
+    )
+
+
+def _check_arguments(
+    base_logits: Tensor,
+    anchors: Tensor,
+    head: MarkovHead | None,
+    uniforms: Uniforms,
+    hidden: Tensor | None,
+    draft_to_target: Tensor | None,
+    cell: int,
+) -> None:
+    check_shape("base_logits", base_logits, ("R", "gamma", "V_draft"))
+    check_dtype("base_logits", base_logits, FLOAT_DTYPES)
+    num_requests, block_size, vocab_size = base_logits.shape
+    check_block_size("base_logits: gamma", block_size)
+    if vocab_size < 1:
+        raise ValueError("base_logits: got V_draft = 0, expected at least one token in the draft vocabulary")
+    check_shape("anchors", anchors, (num_requests,))
+    check_dtype("anchors", anchors, INT_DTYPES)
+    check_device("anchors", anchors, "base_logits", base_logits)
+    check_shape("uniforms.draft", uniforms.draft, (num_requests, block_size, 2))
+    check_device("uniforms.draft", uniforms.draft, "base_logits", base_logits)
+    check_draft_to_target(draft_to_target, base_logits)
+    check_cell(cell)
+    if head is None:
+        return
+    check_shape("head.markov_w2.weight", head.markov_w2.weight, (vocab_size, head.rank))
+    check_device("head.markov_w1.weight", head.markov_w1.weight, "base_logits", base_logits)
+    if anchors.device.type == "cpu":
+        num_ids = head.markov_w1.weight.shape[0]
+        largest = vocab_size - 1 if draft_to_target is None else int(draft_to_target[-1])
+        if largest >= num_ids:
+            raise ValueError(
+                f"head: got {num_ids} rows of W1, expected at least {largest + 1}: one for every target id the draft can emit"
+            )
+        if bool(((anchors < 0) | (anchors >= num_ids)).any()):
+            raise ValueError(
+                f"anchors: got ids outside 0..{num_ids - 1}, expected target ids that index the rows of W1"
+            )
+    if head.kind != "vanilla":
+        if hidden is None:
+            raise ValueError(
+                f"hidden: got None, expected the backbone's hidden states [R, gamma, d] for a {head.kind} head"
+            )
+        check_shape("hidden", hidden, (num_requests, block_size, head.hidden_size or "d"))
+        check_device("hidden", hidden, "base_logits", base_logits)

@@ -1,0 +1,182 @@
+r"""How many drafts of each request to verify: Algorithm 1, and its production form (paper 3.2.2 and 5.2).
+
+Verifying l_r drafts of each request r costs $B = \sum_r (1 + l_r)$ batch tokens and is expected to emit
+$\tau = \sum_r (1 + \sum_{j \le l_r} a_{r,j})$, at $\mathrm{SPS}(B)$ steps per second:
+
+$$\Theta = \tau \cdot \mathrm{SPS}(B)$$
+
+Whether x_{r,j} is verified may depend only on what is known before x_{r,j} is drawn, jointly over requests.
+Everything here ranks the candidates (r, j) in one order: survival descending, then position, then request. Since
+survival never rises along a row, (r, j) always stands before (r, j + 1): what follows the first draft left out of a
+request cannot matter.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange, reduce
+from torch import Tensor
+
+from dsspark._checks import FLOAT_DTYPES, INT_DTYPES, check_block_size, check_device, check_dtype, check_shape
+from dsspark.cost_table import CostTable
+from dsspark.numerics import compute_dtype
+
+
+def schedule(survival: Tensor, cost_table: CostTable, *, max_tokens: int | None = None) -> Tensor:
+    r"""Choose the draft lengths of a step by greedy admission with early stopping (paper Algorithm 1).
+
+    Candidates are admitted in order for as long as each one strictly raises $\Theta = \tau \cdot \mathrm{SPS}(B)$;
+    the first that does not ends the search, even where a later one would pay again. That is what keeps it lossless
+    (paper Appendix A).
+
+    Args:
+        survival: a, [R, gamma] float: the probability that drafts 1..j of request r are all accepted.
+        cost_table: SPS, on the device of `survival`.
+        max_tokens: the largest B, anchors included; the table's own limit if None or larger.
+
+    Returns:
+        lengths, [R] int32, each in 0..gamma.
+
+    Raises:
+        ValueError: for a wrong shape or device, or R above max_tokens or above the table.
+        TypeError: for a dtype that is not listed.
+
+    Numerics: tau and Theta in float64. A NaN counts as 0, values are clamped to [0, 1], and a row that rises is
+        replaced by its running minimum. Only candidates with a > 0 are admitted. Ties: position, then request.
+    Cost: one stable sort of R gamma keys; no host synchronisation.
+    Source: paper 3.2.2, Algorithm 1.
+
+    Example:
+        >>> import torch
+        >>> table = CostTable([1.0, 1.0, 0.5, 0.45])  # Appendix A
+        >>> schedule(torch.tensor([[0.8, 0.72]]), table).tolist()
+        [0]
+    """
+    order, ranked, theta = _throughput(survival, cost_table, max_tokens)
+    rises = (theta[1:] > theta[:-1]) & (ranked > 0)
+    admitted = rises.to(torch.int32).cumprod(dim=0)
+    return _lengths(order, admitted.sum(), survival)
+
+
+def plan_budget(survival: Tensor, cost_table: CostTable, *, max_tokens: int | None = None) -> Tensor:
+    r"""Choose how many drafts a step verifies in total, by global search over *stale* survivals (paper 5.2).
+
+    $K^* = \arg\max_K (R + \sum_{i \le K} a_{(i)}) \cdot \mathrm{SPS}(R + K)$, with $a_{(i)}$ the i-th largest survival.
+
+    Real SPS is a staircase on which `schedule` stops too early; this search does not. It is lossless only if
+    `survival` tells nothing of the tokens whose admission it decides: pass survivals of earlier steps (see
+    `DelayedScheduler`), never the current.
+
+    Args:
+        survival: a, [R, gamma] float, of at least one step ago.
+        cost_table: SPS, on the device of `survival`.
+        max_tokens: the largest B, anchors included; the table's own limit if None or larger.
+
+    Returns:
+        K, an int32 scalar tensor in 0..R gamma. Ties take the smallest.
+
+    Raises:
+        ValueError: for a wrong shape or device, or R above max_tokens or above the table.
+        TypeError: for a dtype that is not listed.
+
+    Numerics: as `schedule`; K never counts a candidate with a = 0.
+    Cost: one sort of R gamma keys; no host synchronisation.
+    Source: paper 5.2.
+
+    Example:
+        >>> import torch
+        >>> stairs = CostTable.from_points([1, 3], [1.0, 1.2])
+        >>> stale = torch.tensor([[0.15, 0.1]])
+        >>> plan_budget(stale, stairs).item(), schedule(stale, stairs).tolist()
+        (2, [0])
+    """
+    _, ranked, theta = _throughput(survival, cost_table, max_tokens)
+    candidates = torch.where(ranked > 0, theta[1:], -torch.inf)
+    return torch.cat((theta[:1], candidates)).argmax().to(torch.int32)
+
+
+def admit(survival: Tensor, budget: int | Tensor) -> Tensor:
+    """Admit the `budget` candidates of largest current survival (paper 5.2).
+
+    Args:
+        survival: a, [R, gamma] float, of the current step.
+        budget: K >= 0: an int, or the integer scalar tensor of `plan_budget`, which must know nothing of the current
+            tokens.
+
+    Returns:
+        lengths, [R] int32, each in 0..gamma; they sum to min(K, candidates with a > 0).
+
+    Raises:
+        ValueError: for a wrong shape or device, or a budget below 0 that the host can read.
+        TypeError: for dtypes that are not listed.
+
+    Numerics: comparisons only; NaN, range and ties as `schedule`.
+    Cost: one stable sort of R gamma keys; no host synchronisation.
+    Source: paper 5.2.
+
+    Example:
+        >>> import torch
+        >>> admit(torch.tensor([[0.9, 0.5], [0.8, 0.6]]), 3).tolist()
+        [1, 2]
+    """
+    if isinstance(budget, Tensor):
+        check_shape("budget", budget, ())
+        check_dtype("budget", budget, INT_DTYPES)
+        check_device("budget", budget, "survival", survival)
+    elif isinstance(budget, bool) or not isinstance(budget, int):
+        raise TypeError(
+            f"budget: got {type(budget).__name__}, expected an int or an integer scalar tensor; see plan_budget"
+        )
+    if (not isinstance(budget, Tensor) or budget.device.type == "cpu") and budget < 0:
+        raise ValueError(f"budget: got {int(budget)}, expected 0 or more; 0 verifies the anchors alone")
+    ranked, order = _rank(survival)
+    count = (
+        (ranked > 0).sum().clamp(max=budget) if isinstance(budget, int) else torch.minimum((ranked > 0).sum(), budget)
+    )
+    return _lengths(order, count, survival)
+
+
+def _rank(survival: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sanitised survivals in order of admission, [R * gamma], and their indices in (position, request)."""
+    check_shape("survival", survival, ("R", "gamma"))
+    check_block_size("survival: gamma", survival.shape[1])
+    check_dtype("survival", survival, FLOAT_DTYPES)
+    candidates = rearrange(_sanitise(survival), "r k -> (k r)")
+    ranked = candidates.sort(descending=True, stable=True)
+    return ranked.values, ranked.indices
+
+
+def _sanitise(survival: Tensor) -> Tensor:
+    """Return survivals in [0, 1] that never rise along a row, whatever they were: what is admitted is then prefixes."""
+    finite = survival.detach().to(compute_dtype(survival)).nan_to_num(nan=0.0)
+    return finite.clamp(0.0, 1.0).cummin(dim=1).values
+
+
+def _throughput(survival: Tensor, cost_table: CostTable, max_tokens: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the order of admission, the survivals in it (as many as fit, M) and Theta_0..Theta_M in float64."""
+    ranked, order = _rank(survival)
+    num_requests = survival.shape[0]
+    if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int)):
+        raise TypeError(f"max_tokens: got {type(max_tokens).__name__}, expected an int or None")
+    check_device("cost_table", cost_table.sps, "survival", survival)
+    limit = cost_table.max_tokens if max_tokens is None else min(max_tokens, cost_table.max_tokens)
+    if num_requests > limit:
+        name, size = (
+            ("cost_table", cost_table.max_tokens) if limit == cost_table.max_tokens else ("max_tokens", max_tokens)
+        )
+        raise ValueError(
+            f"{name}: got {size} batch tokens for R = {num_requests} requests, expected at least one each; "
+            "raise it, profile larger sizes, or run fewer requests a step"
+        )
+    fitting = min(ranked.shape[0], limit - num_requests)
+    ranked = ranked[:fitting].to(torch.float64)
+    tau = num_requests + torch.cat((ranked.new_zeros(1), ranked.cumsum(dim=0)))
+    return order, ranked, tau * cost_table.sps[num_requests : num_requests + fitting + 1]
+
+
+def _lengths(order: Tensor, count: Tensor, survival: Tensor) -> Tensor:
+    """Return how many of the first `count` candidates belong to each request, [R] int32."""
+    num_requests, block_size = survival.shape
+    rank = torch.arange(order.shape[0], device=order.device)
+    admitted = torch.zeros_like(rank, dtype=torch.int32).scatter_(0, order, (rank < count).to(torch.int32))
+    return reduce(admitted, "(k r) -> r", "sum", k=block_size, r=num_requests)

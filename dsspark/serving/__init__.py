@@ -1,0 +1,1 @@
+"""What an engine runs around a round: the delayed scheduler."""
