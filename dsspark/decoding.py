@@ -1,15 +1,15 @@
-r"""Decoding: one round is draft -> survival -> schedule -> pack -> one target pass -> verify -> roll the caches back (paper 2 and 3).
+r"""Decoding: one round is draft, survival, schedule, pack, one target pass, verify, roll the caches back (paper 2 and 3).
 
 `generate` loops rounds over a batch of requests of different lengths. A request's uniforms are keyed by its seed and its round
-number, so its law is exactly the target's whatever is scheduled, and under policies that look at one request at a time its text does
-not depend on its batch either.
+number, so its law is exactly the target's whatever is scheduled, and under policies that look at one request at a time its text
+does not depend on its batch either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +18,10 @@ import dsspark
 from dsspark._checks import as_temperature
 from dsspark._dispatch import Backend
 from dsspark.randomness import Uniforms
+from dsspark.reference.filters import select_requests
 from dsspark.serving.policies import FixedLength, Policy
 from dsspark.statistics import RoundStatistics
-from dsspark.types import DraftBlock, Filters, PackedBatch, Verification
+from dsspark.types import DraftBlock, Filters, PackedBatch, Proposal, Verification
 
 PREFILL_CHUNK = 512
 """Prompt tokens of a request that one target pass takes."""
@@ -49,13 +50,6 @@ class Target(Protocol):
     def forward_ragged(self, batch: PackedBatch, cache: Any) -> tuple[Tensor, Tensor]:
         """Return logits [capacity, V] and features [capacity, F] of the packed tokens, and write their keys to the cache."""
         ...
-
-
-class Proposal(NamedTuple):
-    """A drafter's block and its confidence logits [R, gamma]; None where the drafter has no confidence head."""
-
-    draft: DraftBlock
-    confidence_logits: Tensor | None
 
 
 class DraftContext(Protocol):
@@ -255,7 +249,7 @@ class _Decoder:
             draft,
             uniforms,
             temperature=self.temperature,
-            filters=_filters_of(self.filters, self.rows),
+            filters=select_requests(self.filters, torch.tensor(self.rows)),
             backend=self.backend,
         )
         verification.raise_if_invalid()
@@ -353,9 +347,3 @@ def _prompt_batch(pieces: list[list[int]], start: int) -> PackedBatch:
         cu_seqlens=torch.cat((counts.new_zeros(1), counts.cumsum(0))).to(torch.int32),
         num_tokens=counts.sum().to(torch.int32),
     )
-
-
-def _filters_of(filters: Filters | None, rows: list[int]) -> Filters | None:
-    from dsspark.reference.filters import select_requests
-
-    return select_requests(filters, torch.tensor(rows))

@@ -1,8 +1,8 @@
 """Randomness is an argument: the uniforms of a round, and the counter-based generator that draws them per request.
 
 Philox4x32-10 (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3") in plain torch integer arithmetic; the same words
-as Triton's `tl.philox`. A request's numbers depend on its seed and its round number only: never on its batch, and never on a token's
-position, which may be drafted again in a later round.
+as Triton's `tl.philox`. A request's numbers depend on its seed and its round number only: never on its batch, and never on the
+position of a token, which may be drafted again in a later round.
 """
 
 from __future__ import annotations

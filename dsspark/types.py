@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,6 +155,18 @@ def check_draft_to_target(draft_to_target: Tensor | None, logits: Tensor) -> Non
         raise ValueError(
             "draft_to_target: got ids out of order, expected strictly increasing target ids; sort the draft vocabulary"
         )
+
+
+class Proposal(NamedTuple):
+    """What a drafter proposes in a round.
+
+    Attributes:
+        draft: the block.
+        confidence_logits: [R, gamma] float32, before Sequential Temperature Scaling; None for a drafter without a confidence head.
+    """
+
+    draft: DraftBlock
+    confidence_logits: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)

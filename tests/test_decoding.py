@@ -55,7 +55,11 @@ def test_the_text_has_the_targets_law(target, name):
     for a in range(3):
         for b in range(3):
             for c in range(3):
-                p = target.table[1, 2].softmax(-1)[a] * target.table[2, a].softmax(-1)[b] * target.table[a, b].softmax(-1)[c]
+                p = (
+                    target.table[1, 2].softmax(-1)[a]
+                    * target.table[2, a].softmax(-1)[b]
+                    * target.table[a, b].softmax(-1)[c]
+                )
                 law[a, b, c] = float(p)
     expected = [law[key] * count / sum(law.values()) for key in law]
     assert min(expected) > 5

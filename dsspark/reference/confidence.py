@@ -11,7 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsspark._checks import FLOAT_DTYPES, INT_DTYPES, check_block_size, check_device, check_dtype, check_shape
+from dsspark._checks import (
+    FLOAT_DTYPES,
+    INT_DTYPES,
+    check_block_size,
+    check_device,
+    check_dtype,
+    check_shape,
+    check_tensor,
+)
 from dsspark.numerics import compute_dtype
 
 
@@ -51,53 +59,44 @@ def confidence_logits(
         >>> confidence_logits(hidden, torch.tensor([[0, 1]]), w1, torch.tensor([2.0, 1.0])).tolist()
         [[2.0, 7.0]]
     """
-    check_shape("hidden", hidden, ("R", "gamma", "d"))
-    check_dtype("hidden", hidden, FLOAT_DTYPES)
-    num_requests, block_size, hidden_size = hidden.shape
-    check_block_size("hidden: gamma", block_size)
-    check_shape("previous_tokens", previous_tokens, (num_requests, block_size))
-    check_dtype("previous_tokens", previous_tokens, INT_DTYPES)
-    rank = 0
-    if markov_w1 is not None:
-        check_shape("markov_w1", markov_w1, ("V", "r"))
-        rank = markov_w1.shape[1]
-        _check_tokens(previous_tokens, markov_w1.shape[0])
-    if weight.dim() == 1:
-        weight = weight[None]
-    check_shape("weight", weight, (1, hidden_size + rank))
-    if bias is not None and bias.numel() != 1:
-        raise ValueError(
-            f"bias: got shape {list(bias.shape)}, expected one entry, [1]; a confidence head has a single output"
-        )
-    for name, tensor in (
-        ("previous_tokens", previous_tokens),
-        ("markov_w1", markov_w1),
-        ("weight", weight),
-        ("bias", bias),
-    ):
-        if tensor is not None:
-            check_device(name, tensor, "hidden", hidden)
-            if name != "previous_tokens":
-                check_dtype(name, tensor, FLOAT_DTYPES)
-
+    _check_head(hidden, previous_tokens, markov_w1, weight, bias)
     dtype = compute_dtype(hidden)
-    w = weight[0].to(dtype)
-    logits = hidden.to(dtype) @ w[:hidden_size]
+    w_hidden, w_embedding = weight.flatten().to(dtype).tensor_split([hidden.shape[2]])
+    logits = hidden.to(dtype) @ w_hidden
     if markov_w1 is not None:
-        logits = logits + markov_w1[previous_tokens].to(dtype) @ w[hidden_size:]
+        logits = logits + markov_w1[previous_tokens].to(dtype) @ w_embedding
     return logits if bias is None else logits + bias.to(dtype).reshape(())
 
 
-def _check_tokens(previous_tokens: Tensor, vocab_size: int) -> None:
-    """Raise `ValueError` where the host can read an id outside the vocabulary: -1 would silently read the last row."""
-    if previous_tokens.device.type != "cpu" or previous_tokens.numel() == 0:
-        return
-    low, high = (int(bound) for bound in previous_tokens.aminmax())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"previous_tokens: got ids in [{low}, {high}], expected target ids in 0..{vocab_size - 1}; "
-            "pass the anchor and the sampled tokens, not placeholders"
-        )
+def _check_head(
+    hidden: Tensor, previous_tokens: Tensor, markov_w1: Tensor | None, weight: Tensor, bias: Tensor | None
+) -> None:
+    """Raise for shapes, dtypes and devices that do not belong together, and for ids that the host sees out of range."""
+    check_shape("hidden", hidden, ("R", "gamma", "d"))
+    check_dtype("hidden", hidden, FLOAT_DTYPES)
+    check_block_size("hidden: gamma", hidden.shape[1])
+    check_shape("previous_tokens", previous_tokens, tuple(hidden.shape[:2]))
+    check_dtype("previous_tokens", previous_tokens, INT_DTYPES)
+    check_device("previous_tokens", previous_tokens, "hidden", hidden)
+    check_tensor("weight", weight)
+    for name, tensor in (("markov_w1", markov_w1), ("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_dtype(name, tensor, FLOAT_DTYPES)
+            check_device(name, tensor, "hidden", hidden)
+    rank = 0
+    if markov_w1 is not None:
+        check_shape("markov_w1", markov_w1, ("V", "r"))
+        vocab_size, rank = markov_w1.shape
+        if hidden.device.type == "cpu" and previous_tokens.numel():
+            low, high = (int(bound) for bound in previous_tokens.aminmax())
+            if low < 0 or high >= vocab_size:  # -1 would silently read the last row
+                raise ValueError(
+                    f"previous_tokens: got ids in [{low}, {high}], expected target ids in 0..{vocab_size - 1}; "
+                    "pass the anchor and the sampled tokens, not placeholders"
+                )
+    check_shape("weight", weight[None] if weight.dim() == 1 else weight, (1, hidden.shape[2] + rank))
+    if bias is not None and bias.numel() != 1:
+        raise ValueError(f"bias: got shape {list(bias.shape)}, expected [1]; a confidence head has one output")
 
 
 def survival(confidence_logits: Tensor, temperatures: Tensor | None = None) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsspark._checks import check_device, check_shape
 from dsspark.numerics import row_weights
 from dsspark.types import Filters
 
@@ -76,16 +75,6 @@ def as_column(value: float | Tensor, like: Tensor) -> Tensor:
     if not isinstance(value, Tensor):
         return torch.full((like.shape[0], 1), value, device=like.device, dtype=torch.float64)
     return value.to(torch.float64).expand(like.shape[0])[:, None]
-
-
-def check_filters(filters: Filters | None, num_requests: int, like: Tensor) -> None:
-    """Raise `ValueError` unless every tensor in `filters` is a scalar or [R], on the device of `like`."""
-    for field in () if filters is None else fields(filters):
-        value = getattr(filters, field.name)
-        if isinstance(value, Tensor):
-            if value.dim() > 0:
-                check_shape(f"filters.{field.name}", value, (num_requests,))
-            check_device(f"filters.{field.name}", value, "target_logits", like)
 
 
 def select_requests(filters: Filters | None, requests: Tensor) -> Filters | None:

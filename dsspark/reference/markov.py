@@ -11,20 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dsspark._checks import (
-    FLOAT_DTYPES,
-    INT_DTYPES,
-    as_temperature,
-    check_block_size,
-    check_cell,
-    check_device,
-    check_dtype,
-    check_shape,
-)
+from dsspark._checks import as_temperature
+from dsspark.contracts import check_draft_arguments
 from dsspark.numerics import CELL, compute_dtype, row_weights
 from dsspark.randomness import Uniforms
 from dsspark.reference.sampling import sample_two_level
-from dsspark.types import DraftBlock, check_draft_to_target
+from dsspark.types import DraftBlock
 
 if TYPE_CHECKING:
     from dsspark.models.heads import MarkovHead
@@ -133,12 +125,14 @@ def draft_block(
     Source: paper section 3.1, equations 4-6.
 
     Example:
+        >>> import torch
+        >>> from dsspark import MarkovHead, Uniforms
         >>> head = MarkovHead(vocab_size=32, rank=4)
         >>> uniforms = Uniforms.from_seeds([7], [0], block_size=5)
         >>> draft_block(torch.zeros(1, 5, 32), torch.tensor([3]), head, uniforms).tokens.shape
         torch.Size([1, 5])
     """
-    _check_arguments(base_logits, anchors, head, uniforms, hidden, draft_to_target, cell)
+    check_draft_arguments(base_logits, anchors, head, uniforms, hidden, draft_to_target, cell)
     num_requests, block_size, _ = base_logits.shape
     temperature = as_temperature(temperature, num_requests, base_logits)
     markov_w2 = None if head is None else head.markov_w2.weight
@@ -176,49 +170,3 @@ def draft_block(
         base_logits=None if keep_logits else base_logits,
         draft_to_target=draft_to_target,
     )
-
-
-def _check_arguments(
-    base_logits: Tensor,
-    anchors: Tensor,
-    head: MarkovHead | None,
-    uniforms: Uniforms,
-    hidden: Tensor | None,
-    draft_to_target: Tensor | None,
-    cell: int,
-) -> None:
-    check_shape("base_logits", base_logits, ("R", "gamma", "V_draft"))
-    check_dtype("base_logits", base_logits, FLOAT_DTYPES)
-    num_requests, block_size, vocab_size = base_logits.shape
-    check_block_size("base_logits: gamma", block_size)
-    if vocab_size < 1:
-        raise ValueError("base_logits: got V_draft = 0, expected at least one token in the draft vocabulary")
-    check_shape("anchors", anchors, (num_requests,))
-    check_dtype("anchors", anchors, INT_DTYPES)
-    check_device("anchors", anchors, "base_logits", base_logits)
-    check_shape("uniforms.draft", uniforms.draft, (num_requests, block_size, 2))
-    check_device("uniforms.draft", uniforms.draft, "base_logits", base_logits)
-    check_draft_to_target(draft_to_target, base_logits)
-    check_cell(cell)
-    if head is None:
-        return
-    check_shape("head.markov_w2.weight", head.markov_w2.weight, (vocab_size, head.rank))
-    check_device("head.markov_w1.weight", head.markov_w1.weight, "base_logits", base_logits)
-    if anchors.device.type == "cpu":
-        num_ids = head.markov_w1.weight.shape[0]
-        largest = vocab_size - 1 if draft_to_target is None else int(draft_to_target[-1])
-        if largest >= num_ids:
-            raise ValueError(
-                f"head: got {num_ids} rows of W1, expected at least {largest + 1}: one for every target id the draft can emit"
-            )
-        if bool(((anchors < 0) | (anchors >= num_ids)).any()):
-            raise ValueError(
-                f"anchors: got ids outside 0..{num_ids - 1}, expected target ids that index the rows of W1"
-            )
-    if head.kind != "vanilla":
-        if hidden is None:
-            raise ValueError(
-                f"hidden: got None, expected the backbone's hidden states [R, gamma, d] for a {head.kind} head"
-            )
-        check_shape("hidden", hidden, (num_requests, block_size, head.hidden_size or "d"))
-        check_device("hidden", hidden, "base_logits", base_logits)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsspark._checks import FLOAT_DTYPES, as_temperature, check_cell, check_device, check_dtype, check_shape
+from dsspark._checks import as_temperature
+from dsspark.contracts import check_verify_arguments
 from dsspark.numerics import CELL
 from dsspark.randomness import Uniforms
-from dsspark.reference.filters import check_filters, select_requests, target_weights
+from dsspark.reference.filters import select_requests, target_weights
 from dsspark.reference.markov import corrected_logits
 from dsspark.reference.sampling import sample_two_level
 from dsspark.types import DraftBlock, Filters, PackedBatch, Verification
@@ -122,6 +123,8 @@ def verify(
     Source: paper section 2.1; Leviathan et al. 2023; Chen et al. 2023.
 
     Example:
+        >>> import torch
+        >>> from dsspark import DraftBlock, Uniforms, pack
         >>> tokens = torch.tensor([[1, 2]])
         >>> batch = pack(torch.tensor([0]), tokens, torch.tensor([2]), torch.tensor([0]))
         >>> logits = torch.full((3, 4), -torch.inf)
@@ -129,8 +132,7 @@ def verify(
         >>> verify(logits, batch, DraftBlock.point(tokens), Uniforms.draw(1, 2)).tokens
         tensor([[1, 2, 3]])
     """
-    _check_arguments(target_logits, batch, draft, uniforms, cell)
-    check_filters(filters, batch.num_requests, target_logits)
+    check_verify_arguments(target_logits, batch, draft, uniforms, filters, cell)
     num_rows, vocab_size = target_logits.shape
     num_requests, block_size = draft.tokens.shape
     device = target_logits.device
@@ -192,28 +194,3 @@ def verify(
         valid=valid,
         logprobs=torch.where(valid[:, None], logprobs, 0.0),
     )
-
-
-def _check_arguments(
-    target_logits: Tensor, batch: PackedBatch, draft: DraftBlock, uniforms: Uniforms, cell: int
-) -> None:
-    check_shape("target_logits", target_logits, ("N", "V"))
-    check_dtype("target_logits", target_logits, FLOAT_DTYPES)
-    num_rows, vocab_size = target_logits.shape
-    if vocab_size < 1:
-        raise ValueError("target_logits: got V = 0, expected at least one token in the vocabulary")
-    num_requests, block_size = batch.num_requests, draft.tokens.shape[1]
-    check_shape("draft.tokens", draft.tokens, (num_requests, "gamma"))
-    check_shape("uniforms.accept", uniforms.accept, (num_requests, block_size))
-    for name, tensor in (
-        ("batch.cu_seqlens", batch.cu_seqlens),
-        ("draft.tokens", draft.tokens),
-        ("uniforms.accept", uniforms.accept),
-    ):
-        check_device(name, tensor, "target_logits", target_logits)
-    check_cell(cell)
-    if target_logits.device.type == "cpu" and int(batch.num_tokens) > num_rows:
-        raise ValueError(
-            f"target_logits: got {num_rows} rows, expected one for each of the {int(batch.num_tokens)} packed tokens; "
-            "raise the capacity of pack(...) or verify fewer drafts"
-        )
