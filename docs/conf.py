@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+from docutils import nodes
+from latex2mathml.converter import convert
+
 import dsspark
 
 project = "dsspark"
@@ -11,9 +14,10 @@ author = "The dsspark authors"
 copyright = "2026, The dsspark authors"
 release = dsspark.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 html_theme = "furo"
+html_math_renderer = "mathml"  # rendered at build time: the pages need neither scripts nor a network for it
 html_title = "dsspark"
 exclude_patterns = ["_build"]
 autodoc_member_order = "bysource"
@@ -37,5 +41,16 @@ def _prepare_docstring(app, what, name, obj, options, lines):
     lines[:] = text.split("\n")
 
 
+def _inline_math(translator, node):
+    translator.body.append(convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def _display_math(translator, node):
+    translator.body.append(f"<p>{convert(node.astext(), display='block')}</p>")
+    raise nodes.SkipNode
+
+
 def setup(app):
+    app.add_html_math_renderer("mathml", (_inline_math, None), (_display_math, None))
     app.connect("autodoc-process-docstring", _prepare_docstring, priority=400)  # before napoleon

@@ -97,7 +97,7 @@ class ConfidenceHead(nn.Module):
     """c_k = sigmoid(w^T [h_k ; W1[x_{k-1}]] + b), as logits (paper eq. 7).
 
     Args:
-        hidden_size: d.
+        hidden_size: d of the backbone.
         rank: r of the Markov head's W1; 0 for a head that reads h_k alone.
     """
 
