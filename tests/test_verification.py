@@ -220,6 +220,13 @@ def test_attention_equals_dense_attention_a_request(lengths, contexts, extra, sc
     assert torch.equal(without_padding, out[:num_tokens])
 
 
+def test_attention_sees_no_further_than_the_context(generator):
+    query, keys, values, batch, table, contexts = paged([2, 0, 3], [17, 6, 9], generator)
+    for missing in (1, 2, 5):
+        arguments = query, keys, values, batch, table, contexts - missing
+        torch.testing.assert_close(ragged_attention(*arguments), dense_attention(*arguments), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_attention_accumulates_in_float32(dtype, generator):
     query, keys, values, *rest = paged([2, 0, 3], [17, 1, 5], generator, dtype=dtype)

@@ -15,14 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsspark._checks import (
-    FLOAT_DTYPES,
-    INT_DTYPES,
-    check_block_size,
-    check_device,
-    check_dtype,
-    check_shape,
-    check_tensor,
+from dsspark.contracts import (
+    as_grid,
+    check_bins,
+    check_outcome_arguments,
+    check_outcome_values,
+    check_probability_values,
+    check_sts_arguments,
+    check_sts_values,
+)
+from dsspark.contracts import (
+    default_grid as default_grid,
 )
 from dsspark.numerics import compute_dtype
 from dsspark.reference.confidence import survival
@@ -30,11 +33,6 @@ from dsspark.types import STSFit
 
 _CHUNK_CELLS = 1 << 17
 """Grid temperatures times samples evaluated at once: small enough for a processor cache."""
-
-
-def default_grid() -> Tensor:
-    """Return the temperatures that `fit_sts` tries: 97 log-spaced values from 1/8 to 8, 1 among them, [97] float32."""
-    return (2.0 ** (torch.arange(-48, 49, dtype=torch.float64) / 16)).to(torch.float32)
 
 
 def fit_sts(
@@ -80,9 +78,10 @@ def fit_sts(
         >>> fit.temperatures.tolist(), round(fit.ece_before.item(), 4), round(fit.ece_after.item(), 4)
         ([2.0], 0.15, 0.0)
     """
-    _check_bins(num_bins)
-    outcomes = _check_samples(confidence_logits, accepted)
-    temperatures = _as_grid(grid, confidence_logits.device)
+    check_sts_arguments(confidence_logits, accepted, num_bins)
+    check_sts_values(confidence_logits, accepted)
+    temperatures = as_grid(grid, confidence_logits.device, read=True)
+    outcomes = accepted.detach().to(torch.float64)
     logits = confidence_logits.detach().to(compute_dtype(confidence_logits))
     columns = zip(logits.t().contiguous(), outcomes.t().contiguous(), strict=True)
     prefix = torch.ones_like(logits[:, 0])
@@ -144,8 +143,8 @@ def expected_calibration_error(probabilities: Tensor, outcomes: Tensor, *, num_b
         >>> expected_calibration_error(torch.tensor([0.0, 1.0, 1.0, 0.5]), torch.tensor([0, 1, 1, 1])).item()
         0.125
     """
-    _check_bins(num_bins)
-    return _calibration_error(*_check_pairs(probabilities, outcomes), num_bins)
+    check_bins(num_bins)
+    return _calibration_error(*_as_pairs(probabilities, outcomes), num_bins)
 
 
 def _calibration_error(p: Tensor, y: Tensor, num_bins: int) -> Tensor:
@@ -183,8 +182,8 @@ def reliability_table(probabilities: Tensor, outcomes: Tensor, *, num_bins: int 
         >>> table.count.tolist(), table.mean_probability.tolist(), table.mean_outcome.tolist()
         ([2, 1], [0.25, 1.0], [0.5, 1.0])
     """
-    _check_bins(num_bins)
-    p, y = _check_pairs(probabilities, outcomes)
+    check_bins(num_bins)
+    p, y = _as_pairs(probabilities, outcomes)
     index = _bin_index(p, num_bins)
     count = _bin_sums(index, torch.ones_like(y), num_bins)
     return ReliabilityTable(
@@ -204,7 +203,7 @@ def brier_score(probabilities: Tensor, outcomes: Tensor) -> Tensor:
         >>> brier_score(torch.tensor([0.5, 1.0]), torch.tensor([1, 1])).item()
         0.125
     """
-    p, y = _check_pairs(probabilities, outcomes)
+    p, y = _as_pairs(probabilities, outcomes)
     return (p.to(torch.float64) - y).square().mean().to(torch.float32)
 
 
@@ -231,7 +230,7 @@ def auroc(scores: Tensor, outcomes: Tensor) -> Tensor:
         >>> auroc(torch.tensor([0.1, 0.4, 0.4, 0.8]), torch.tensor([0, 0, 1, 1])).item()
         0.875
     """
-    x, y = _check_outcomes("scores", scores, outcomes)
+    x, y = _as_samples("scores", scores, outcomes)
     if bool(x.isnan().any()):
         raise ValueError("scores: got NaN, expected numbers that can be ordered; drop the rows without a score")
     ordered = x.sort().values
@@ -252,60 +251,15 @@ def _bin_sums(index: Tensor, values: Tensor, num_bins: int) -> Tensor:
     return torch.zeros(num_bins, dtype=torch.float64, device=index.device).scatter_add_(0, index, values)
 
 
-def _check_bins(num_bins: int) -> None:
-    if isinstance(num_bins, bool) or not isinstance(num_bins, int) or num_bins < 1:
-        raise ValueError(f"num_bins: got {num_bins!r}, expected a positive int; the paper's figures use 10 to 20")
-
-
-def _check_outcomes(name: str, values: Tensor, outcomes: Tensor) -> tuple[Tensor, Tensor]:
+def _as_samples(name: str, values: Tensor, outcomes: Tensor) -> tuple[Tensor, Tensor]:
     """Return both flattened, the outcomes in float64, or raise."""
-    check_dtype(name, values, FLOAT_DTYPES)
-    check_tensor("outcomes", outcomes)
-    check_shape("outcomes", outcomes, tuple(values.shape))
-    check_dtype("outcomes", outcomes, (torch.bool, torch.uint8, *INT_DTYPES, *FLOAT_DTYPES))
-    check_device("outcomes", outcomes, name, values)
-    if values.numel() == 0:
-        raise ValueError(f"{name}: got no samples, expected at least one; collect rounds before judging them")
-    if not bool(((outcomes == 0) | (outcomes == 1)).all()):
-        raise ValueError("outcomes: got values other than 0 and 1, expected what happened, not its probability")
+    check_outcome_arguments(name, values, outcomes)
+    check_outcome_values(outcomes)
     values = values.detach().flatten()
     return values.to(compute_dtype(values)), outcomes.detach().flatten().to(torch.float64)
 
 
-def _check_pairs(probabilities: Tensor, outcomes: Tensor) -> tuple[Tensor, Tensor]:
-    p, y = _check_outcomes("probabilities", probabilities, outcomes)
-    if not bool(((p >= 0) & (p <= 1)).all()):
-        raise ValueError(
-            "probabilities: got a value outside [0, 1] or NaN, expected probabilities; apply survival(...) to logits"
-        )
+def _as_pairs(probabilities: Tensor, outcomes: Tensor) -> tuple[Tensor, Tensor]:
+    p, y = _as_samples("probabilities", probabilities, outcomes)
+    check_probability_values(p)
     return p, y
-
-
-def _check_samples(confidence_logits: Tensor, accepted: Tensor) -> Tensor:
-    """Return the outcomes [S, gamma] in float64, or raise."""
-    check_shape("confidence_logits", confidence_logits, ("S", "gamma"))
-    check_block_size("confidence_logits: gamma", confidence_logits.shape[1])
-    check_tensor("accepted", accepted)
-    check_shape("accepted", accepted, tuple(confidence_logits.shape))
-    _, flat = _check_outcomes("confidence_logits", confidence_logits, accepted)
-    if bool(confidence_logits.isnan().any()):
-        raise ValueError("confidence_logits: got NaN, expected a logit for every sample; drop the rounds without one")
-    outcomes = flat.view(confidence_logits.shape)
-    if bool((outcomes.diff(dim=1) > 0).any()):
-        raise ValueError(
-            "accepted: got a row that rises, expected [s, k] = drafts 1..k all accepted, never rising in k; "
-            "take the running product of the per-draft outcomes"
-        )
-    return outcomes
-
-
-def _as_grid(grid: Tensor | Sequence[float] | None, device: torch.device) -> Tensor:
-    temperatures = default_grid() if grid is None else torch.as_tensor(grid)
-    temperatures = temperatures.to(dtype=torch.float32, device=device)
-    usable = temperatures.dim() == 1 and temperatures.numel() > 0
-    if not usable or not bool(((temperatures > 0) & temperatures.isfinite()).all()):
-        raise ValueError(
-            f"grid: got {temperatures.tolist()}, expected one or more positive finite temperatures; "
-            "leave it None for the default"
-        )
-    return temperatures

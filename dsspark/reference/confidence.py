@@ -11,15 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsspark._checks import (
-    FLOAT_DTYPES,
-    INT_DTYPES,
-    check_block_size,
-    check_device,
-    check_dtype,
-    check_shape,
-    check_tensor,
-)
+from dsspark.contracts import check_confidence_arguments, check_survival_arguments
 from dsspark.numerics import compute_dtype
 
 
@@ -59,44 +51,13 @@ def confidence_logits(
         >>> confidence_logits(hidden, torch.tensor([[0, 1]]), w1, torch.tensor([2.0, 1.0])).tolist()
         [[2.0, 7.0]]
     """
-    _check_head(hidden, previous_tokens, markov_w1, weight, bias)
+    check_confidence_arguments(hidden, previous_tokens, markov_w1, weight, bias)
     dtype = compute_dtype(hidden)
     w_hidden, w_embedding = weight.flatten().to(dtype).tensor_split([hidden.shape[2]])
     logits = hidden.to(dtype) @ w_hidden
     if markov_w1 is not None:
         logits = logits + markov_w1[previous_tokens].to(dtype) @ w_embedding
     return logits if bias is None else logits + bias.to(dtype).reshape(())
-
-
-def _check_head(
-    hidden: Tensor, previous_tokens: Tensor, markov_w1: Tensor | None, weight: Tensor, bias: Tensor | None
-) -> None:
-    """Raise for shapes, dtypes and devices that do not belong together, and for ids that the host sees out of range."""
-    check_shape("hidden", hidden, ("R", "gamma", "d"))
-    check_dtype("hidden", hidden, FLOAT_DTYPES)
-    check_block_size("hidden: gamma", hidden.shape[1])
-    check_shape("previous_tokens", previous_tokens, tuple(hidden.shape[:2]))
-    check_dtype("previous_tokens", previous_tokens, INT_DTYPES)
-    check_device("previous_tokens", previous_tokens, "hidden", hidden)
-    check_tensor("weight", weight)
-    for name, tensor in (("markov_w1", markov_w1), ("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            check_dtype(name, tensor, FLOAT_DTYPES)
-            check_device(name, tensor, "hidden", hidden)
-    rank = 0
-    if markov_w1 is not None:
-        check_shape("markov_w1", markov_w1, ("V", "r"))
-        vocab_size, rank = markov_w1.shape
-        if hidden.device.type == "cpu" and previous_tokens.numel():
-            low, high = (int(bound) for bound in previous_tokens.aminmax())
-            if low < 0 or high >= vocab_size:  # -1 would silently read the last row
-                raise ValueError(
-                    f"previous_tokens: got ids in [{low}, {high}], expected target ids in 0..{vocab_size - 1}; "
-                    "pass the anchor and the sampled tokens, not placeholders"
-                )
-    check_shape("weight", weight[None] if weight.dim() == 1 else weight, (1, hidden.shape[2] + rank))
-    if bias is not None and bias.numel() != 1:
-        raise ValueError(f"bias: got shape {list(bias.shape)}, expected [1]; a confidence head has one output")
 
 
 def survival(confidence_logits: Tensor, temperatures: Tensor | None = None) -> Tensor:
@@ -127,27 +88,52 @@ def survival(confidence_logits: Tensor, temperatures: Tensor | None = None) -> T
         >>> survival(torch.zeros(1, 3)).tolist()
         [[0.5, 0.25, 0.125]]
     """
-    check_shape("confidence_logits", confidence_logits, ("R", "gamma"))
-    check_dtype("confidence_logits", confidence_logits, FLOAT_DTYPES)
-    block_size = confidence_logits.shape[1]
-    check_block_size("confidence_logits: gamma", block_size)
+    check_survival_arguments(confidence_logits, temperatures)
     logits = confidence_logits.to(compute_dtype(confidence_logits))
     if temperatures is not None:
-        _check_temperatures(temperatures, confidence_logits)
         logits = logits / temperatures.to(logits.dtype)
     conditional = torch.sigmoid(logits)
     prefix = [conditional[:, 0]]
-    for k in range(1, block_size):
+    for k in range(1, conditional.shape[1]):
         prefix.append(prefix[-1] * conditional[:, k])
     return torch.stack(prefix, dim=1)
 
 
-def _check_temperatures(temperatures: Tensor, confidence_logits: Tensor) -> None:
-    check_shape("temperatures", temperatures, (confidence_logits.shape[1],))
-    check_dtype("temperatures", temperatures, FLOAT_DTYPES)
-    check_device("temperatures", temperatures, "confidence_logits", confidence_logits)
-    if temperatures.device.type == "cpu" and not bool(((temperatures > 0) & temperatures.isfinite()).all()):
-        raise ValueError(
-            f"temperatures: got {temperatures.tolist()}, expected positive finite numbers; "
-            "fit them with fit_sts or pass None"
-        )
+def confidence_survival(
+    hidden: Tensor,
+    previous_tokens: Tensor,
+    markov_w1: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    temperatures: Tensor | None = None,
+    *,
+    keep_logits: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Return the survival of each prefix straight from the confidence head's inputs (paper eq. 7 and 3.2.1).
+
+    $a_k = \prod_{i \le k} \sigma\big((w^\top [h_i ; W_1[x_{i-1}]] + b) / T_i\big)$: `survival` of `confidence_logits`, whose
+    fused form is one launch.
+
+    Args:
+        hidden, previous_tokens, markov_w1, weight, bias: as `confidence_logits`.
+        temperatures: as `survival`.
+        keep_logits: whether the logits are wanted too: a calibration set needs them.
+
+    Returns:
+        a, [R, gamma] float32 (float64 for float64 `hidden`), and z of the same shape and dtype, or None.
+
+    Raises:
+        ValueError, TypeError: as `confidence_logits` and `survival`.
+
+    Numerics: as `confidence_logits` and `survival`.
+    Source: paper 3.2.1, eq. 7.
+
+    Example:
+        >>> import torch
+        >>> hidden, w1 = torch.zeros(1, 2, 1), torch.zeros(2, 1)
+        >>> a, logits = confidence_survival(hidden, torch.tensor([[0, 1]]), w1, torch.ones(2))
+        >>> a.tolist(), logits
+        ([[0.5, 0.25]], None)
+    """
+    logits = confidence_logits(hidden, previous_tokens, markov_w1, weight, bias)
+    return survival(logits, temperatures), logits if keep_logits else None

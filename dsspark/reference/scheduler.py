@@ -14,10 +14,10 @@ request cannot matter.
 from __future__ import annotations
 
 import torch
-from einops import rearrange, reduce
+from einops import rearrange
 from torch import Tensor
 
-from dsspark._checks import FLOAT_DTYPES, INT_DTYPES, check_block_size, check_device, check_dtype, check_shape
+from dsspark.contracts import check_budget_arguments, check_search_arguments
 from dsspark.cost_table import CostTable
 from dsspark.numerics import compute_dtype
 
@@ -119,16 +119,7 @@ def admit(survival: Tensor, budget: int | Tensor) -> Tensor:
         >>> admit(torch.tensor([[0.9, 0.5], [0.8, 0.6]]), 3).tolist()
         [1, 2]
     """
-    if isinstance(budget, Tensor):
-        check_shape("budget", budget, ())
-        check_dtype("budget", budget, INT_DTYPES)
-        check_device("budget", budget, "survival", survival)
-    elif isinstance(budget, bool) or not isinstance(budget, int):
-        raise TypeError(
-            f"budget: got {type(budget).__name__}, expected an int or an integer scalar tensor; see plan_budget"
-        )
-    if (not isinstance(budget, Tensor) or budget.device.type == "cpu") and budget < 0:
-        raise ValueError(f"budget: got {int(budget)}, expected 0 or more; 0 verifies the anchors alone")
+    check_budget_arguments(survival, budget)
     ranked, order = _rank(survival)
     count = (
         (ranked > 0).sum().clamp(max=budget) if isinstance(budget, int) else torch.minimum((ranked > 0).sum(), budget)
@@ -138,9 +129,6 @@ def admit(survival: Tensor, budget: int | Tensor) -> Tensor:
 
 def _rank(survival: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sanitised survivals in order of admission, [R * gamma], and their indices in (position, request)."""
-    check_shape("survival", survival, ("R", "gamma"))
-    check_block_size("survival: gamma", survival.shape[1])
-    check_dtype("survival", survival, FLOAT_DTYPES)
     candidates = rearrange(_sanitise(survival), "r k -> (k r)")
     ranked = candidates.sort(descending=True, stable=True)
     return ranked.values, ranked.indices
@@ -154,21 +142,9 @@ def _sanitise(survival: Tensor) -> Tensor:
 
 def _throughput(survival: Tensor, cost_table: CostTable, max_tokens: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the order of admission, the survivals in it (as many as fit, M) and Theta_0..Theta_M in float64."""
+    fitting = check_search_arguments(survival, cost_table, max_tokens)
     ranked, order = _rank(survival)
     num_requests = survival.shape[0]
-    if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int)):
-        raise TypeError(f"max_tokens: got {type(max_tokens).__name__}, expected an int or None")
-    check_device("cost_table", cost_table.sps, "survival", survival)
-    limit = cost_table.max_tokens if max_tokens is None else min(max_tokens, cost_table.max_tokens)
-    if num_requests > limit:
-        name, size = (
-            ("cost_table", cost_table.max_tokens) if limit == cost_table.max_tokens else ("max_tokens", max_tokens)
-        )
-        raise ValueError(
-            f"{name}: got {size} batch tokens for R = {num_requests} requests, expected at least one each; "
-            "raise it, profile larger sizes, or run fewer requests a step"
-        )
-    fitting = min(ranked.shape[0], limit - num_requests)
     ranked = ranked[:fitting].to(torch.float64)
     tau = num_requests + torch.cat((ranked.new_zeros(1), ranked.cumsum(dim=0)))
     return order, ranked, tau * cost_table.sps[num_requests : num_requests + fitting + 1]
@@ -179,4 +155,4 @@ def _lengths(order: Tensor, count: Tensor, survival: Tensor) -> Tensor:
     num_requests, block_size = survival.shape
     rank = torch.arange(order.shape[0], device=order.device)
     admitted = torch.zeros_like(rank, dtype=torch.int32).scatter_(0, order, (rank < count).to(torch.int32))
-    return reduce(admitted, "(k r) -> r", "sum", k=block_size, r=num_requests)
+    return rearrange(admitted, "(k r) -> r k", k=block_size, r=num_requests).sum(dim=1, dtype=torch.int32)

@@ -12,15 +12,7 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
-from dsspark._checks import (
-    FLOAT_DTYPES,
-    INT_DTYPES,
-    check_block_size,
-    check_device,
-    check_dtype,
-    check_shape,
-    check_tensor,
-)
+from dsspark.contracts import check_attention_arguments, check_pack_arguments, check_unpack_arguments
 from dsspark.types import PackedBatch
 
 
@@ -61,40 +53,8 @@ def pack(
         >>> batch.tokens.tolist(), batch.request_ids.tolist(), batch.cu_seqlens.tolist()
         ([7, 1, 8], [0, 0, 1], [0, 2, 3])
     """
-    check_shape("draft_tokens", draft_tokens, ("R", "gamma"))
-    num_requests, block_size = draft_tokens.shape
-    check_block_size("draft_tokens: gamma", block_size)
-    for name, tensor in (("anchors", anchors), ("lengths", lengths), ("start_positions", start_positions)):
-        check_shape(name, tensor, (num_requests,))
-        check_dtype(name, tensor, INT_DTYPES)
-        check_device(name, tensor, "draft_tokens", draft_tokens)
-    check_dtype("draft_tokens", draft_tokens, INT_DTYPES)
-    if capacity is not None and capacity < num_requests:
-        raise ValueError(
-            f"capacity: got {capacity}, expected at least R = {num_requests}; every request has an anchor to verify"
-        )
-    if capacity is None or lengths.device.type == "cpu":
-        num_tokens = _read_num_tokens(lengths, block_size)
-        if capacity is not None and num_tokens > capacity:
-            raise ValueError(
-                f"capacity: got {capacity}, expected at least N = {num_tokens} = sum(1 + lengths); "
-                "raise it or admit fewer drafts"
-            )
-        capacity = num_tokens if capacity is None else capacity
+    capacity = check_pack_arguments(anchors, draft_tokens, lengths, start_positions, capacity)
     return _scatter(anchors, draft_tokens, lengths, start_positions, capacity)
-
-
-def _read_num_tokens(lengths: Tensor, block_size: int) -> int:
-    """Return N, read by the host, or raise `ValueError` for a length outside 0..gamma."""
-    if lengths.numel() == 0:
-        return 0
-    low, high = (int(bound) for bound in lengths.aminmax())
-    if low < 0 or high > block_size:
-        raise ValueError(
-            f"lengths: got values in [{low}, {high}], expected 0..gamma = {block_size}; "
-            "admit at most the drafts there are"
-        )
-    return lengths.shape[0] + int(lengths.sum())
 
 
 def _scatter(
@@ -150,14 +110,7 @@ def unpack(batch: PackedBatch, values: Tensor, block_size: int) -> Tensor:
         >>> unpack(batch, batch.tokens, 2).tolist()
         [[7, 1, 0], [8, 0, 0]]
     """
-    check_block_size("block_size", block_size)
-    _check_rows("values", values, batch)
-    if batch.num_requests and batch.cu_seqlens.device.type == "cpu":
-        longest = int(batch.cu_seqlens.diff().max()) - 1
-        if longest > block_size:
-            raise ValueError(
-                f"block_size: got {block_size}, expected at least the longest length {longest}; pass gamma"
-            )
+    check_unpack_arguments(batch, values, block_size)
     return _padded(batch, values, block_size + 1)
 
 
@@ -170,20 +123,6 @@ def _padded(batch: PackedBatch, values: Tensor, query_len: int) -> Tensor:
     owned = (row < batch.cu_seqlens[1:, None]) & (row < num_rows)
     owned = owned.view(*owned.shape, *(1,) * (values.dim() - 1))
     return values[row.clamp(max=num_rows - 1)].masked_fill(~owned, 0)
-
-
-def _check_rows(name: str, values: Tensor, batch: PackedBatch) -> None:
-    """Raise `ValueError` unless `values` has one entry for each packed row."""
-    check_tensor(name, values)
-    check_device(name, values, "the batch", batch.tokens)
-    capacity = batch.tokens.shape[0]
-    num_rows = values.shape[0] if values.dim() else -1
-    fewest = min(capacity, int(batch.num_tokens)) if batch.tokens.device.type == "cpu" else 0
-    if not fewest <= num_rows <= capacity:
-        raise ValueError(
-            f"{name}: got shape {list(values.shape)}, expected N or capacity = {capacity} rows; "
-            "pass one row a packed token"
-        )
 
 
 def ragged_attention(
@@ -205,7 +144,7 @@ def ragged_attention(
     Args:
         query: [N or capacity, heads, head_dim] float.
         key_cache: [pages, page_size, kv_heads, head_dim] float, the keys of this step's tokens already written.
-        value_cache: likewise.
+        value_cache: likewise, in the dtype of key_cache.
         batch: the packed batch.
         block_table: [R, max_pages] int32 or int64: position j of request r lies in page block_table[r, j // page_size].
             Entries past the context may be anything.
@@ -235,7 +174,7 @@ def ragged_attention(
         >>> out.flatten().tolist()
         [2.0, 3.0]
     """
-    _check_attention(query, key_cache, value_cache, batch, block_table, context_lens)
+    check_attention_arguments(query, key_cache, value_cache, batch, block_table, context_lens)
     max_context = int(context_lens.max()) if batch.num_requests else 0
     if query.shape[0] == 0 or max_context <= 0:
         return torch.zeros_like(query)
@@ -266,13 +205,6 @@ def _gather_context(
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values in the pages of `table`, [R, kv_heads, context, head_dim], zero past each context."""
     num_pages, page_size, kv_heads, _ = key_cache.shape
-    first = torch.arange(table.shape[1], device=table.device) * page_size
-    used = first < context_lens[:, None]
-    if table.device.type == "cpu" and bool((used & ((table < 0) | (table >= num_pages))).any()):
-        raise ValueError(
-            f"block_table: got a page out of range within a context, expected pages in 0..{num_pages - 1}; "
-            "allocate the pages of a context before the step"
-        )
     page = rearrange(table.clamp(0, num_pages - 1), "r p -> (r p)")
     position = torch.arange(table.shape[1] * page_size, device=table.device)
     absent = (position >= context_lens[:, None]).flatten().nonzero()[:, 0]
@@ -285,32 +217,3 @@ def _gather_context(
         return rearrange(rows, "(r j) (h d) -> r h j d", j=position.shape[0], h=kv_heads)
 
     return gather(key_cache), gather(value_cache)
-
-
-def _check_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PackedBatch, block_table: Tensor, context_lens: Tensor
-) -> None:
-    """Raise for shapes, dtypes, devices, and on the CPU contexts, that do not belong together."""
-    check_shape("query", query, ("N", "heads", "head_dim"))
-    _check_rows("query", query, batch)
-    num_requests = batch.num_requests
-    check_shape("key_cache", key_cache, ("pages", "page_size", "kv_heads", query.shape[2]))
-    check_shape("value_cache", value_cache, tuple(key_cache.shape))
-    check_shape("block_table", block_table, (num_requests, "max_pages"))
-    check_shape("context_lens", context_lens, (num_requests,))
-    for name, tensor, allowed in (
-        ("query", query, FLOAT_DTYPES),
-        ("key_cache", key_cache, FLOAT_DTYPES),
-        ("value_cache", value_cache, FLOAT_DTYPES),
-        ("block_table", block_table, INT_DTYPES),
-        ("context_lens", context_lens, INT_DTYPES),
-    ):
-        check_dtype(name, tensor, allowed)
-        check_device(name, tensor, "the batch", batch.tokens)
-    heads, kv_heads = query.shape[1], key_cache.shape[2]
-    if kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"query: got {heads} heads for {kv_heads} key heads, expected a multiple; check kv_heads")
-    if context_lens.device.type == "cpu" and num_requests:
-        longest, room = int(context_lens.max()), block_table.shape[1] * key_cache.shape[1]
-        if longest > room:
-            raise ValueError(f"context_lens: got {longest}, expected at most max_pages * page_size = {room}")
