@@ -1,4 +1,4 @@
-"""The command line: `python -m dsspark demo | train | audit`.
+"""The command line: `python -m dsspark demo | train | audit | compile`.
 
 A command's module is imported only when that command is asked for. An error that a user can cause is one line on stderr and exit
 status 2; Ctrl-C is 130.
@@ -20,6 +20,7 @@ COMMANDS = {
     "demo": ("dsspark.demo.command", "decode real text with the shipped models, measure it, and write report.html"),
     "train": ("dsspark.training.command", "train the target and the drafters again from text that Python ships"),
     "audit": ("dsspark.testing.command", "check a sampler or a scheduler for losslessness"),
+    "compile": ("dsspark.kernels.compile", "compile every Triton kernel without a GPU and inspect the result"),
 }
 """Each command's module, which offers `add_arguments(parser)` and `run(args)`, and its help."""
 
@@ -35,7 +36,9 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser(selected: str | None = None) -> argparse.ArgumentParser:
     """Return the parser, with the arguments of the `selected` command only."""
-    parser = _Parser(prog="dsspark", description="DSpark speculative decoding: reference, kernels, and proof by running.")
+    parser = _Parser(
+        prog="dsspark", description="DSpark speculative decoding: reference, kernels, and proof by running."
+    )
     parser.add_argument("--version", action="version", version=f"dsspark {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)

@@ -184,6 +184,7 @@ def test_a_bad_policy_is_refused(policy, value):
         policy(value)
 
 
-def test_an_unknown_kernel_is_an_error_not_a_fallback(target):
+def test_a_missing_kernel_is_an_error_not_a_fallback(target, monkeypatch):
+    monkeypatch.setattr("dsspark._dispatch._kernel_module", lambda component: None)
     with pytest.raises(RuntimeError, match="triton"):
         generate(target, ToyDrafter(target), PROMPTS, 3, backend="triton")

@@ -40,8 +40,14 @@ class DraftLosses:
     acceptance: Tensor
 
 
-def position_weights(block_size: int, decay: float = POSITION_DECAY, *, device: torch.device | str | None = None) -> Tensor:
-    """Return exp(-k / decay) for k = 0..gamma - 1, [gamma] float32: an early rejection wastes the rest of the block.
+def position_weights(
+    block_size: int,
+    decay: float = POSITION_DECAY,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Return exp(-k / decay) for k = 0..gamma - 1, [gamma]: an early rejection wastes the rest of the block.
 
     Raises:
         ValueError: for a block size outside 1..32 or a decay that is not positive.
@@ -49,7 +55,7 @@ def position_weights(block_size: int, decay: float = POSITION_DECAY, *, device: 
     check_block_size("block_size", block_size)
     if not decay > 0:
         raise ValueError(f"decay: got {decay}, expected a positive number; use float('inf') for equal weights")
-    return torch.exp(-torch.arange(block_size, dtype=torch.float32, device=device) / decay)
+    return torch.exp(-torch.arange(block_size, dtype=dtype, device=device) / decay)
 
 
 def l1_distance(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
@@ -138,13 +144,16 @@ def draft_losses(
         check_range(name, weight, 0.0, float("inf"), "leave a term out with 0")
 
     dtype = compute_dtype(draft_logits)
-    weights = position_weights(block_size, decay, device=draft_logits.device).to(dtype).expand(num_blocks, block_size)
+    weights = position_weights(block_size, decay, dtype=dtype, device=draft_logits.device)
+    weights = weights.expand(num_blocks, block_size)
     if supervised is not None:
         check_shape("supervised", supervised, (num_blocks, block_size))
         check_dtype("supervised", supervised, (torch.bool,))
         weights = weights * supervised
 
-    cross_entropy = F.cross_entropy(draft_logits.to(dtype).flatten(0, 1), labels.to(torch.int64).flatten(), reduction="none")
+    cross_entropy = F.cross_entropy(
+        draft_logits.to(dtype).flatten(0, 1), labels.to(torch.int64).flatten(), reduction="none"
+    )
     distance = l1_distance(draft_logits, target_logits)
     label = acceptance_label(distance)
     confidence = torch.zeros((), dtype=dtype, device=draft_logits.device)

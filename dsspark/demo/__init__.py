@@ -1,0 +1,1 @@
+"""`python -m dsspark demo`: the shipped models on real text, measured, with a report."""
