@@ -222,7 +222,7 @@ class _Decoder:
         self.context = None if self.drafter is None else self.drafter.new_context(len(self.rows))
         bodies = [prompt[:-1] for prompt in self.prompts]
         for start in range(0, max((len(body) for body in bodies), default=0), PREFILL_CHUNK):
-            batch = _prompt_batch([body[start : start + PREFILL_CHUNK] for body in bodies], start)
+            batch = pack_prompts([body[start : start + PREFILL_CHUNK] for body in bodies], start)
             ends = [min(len(body), start + PREFILL_CHUNK) for body in bodies]
             self.cache.reserve(torch.tensor(ends))
             _, features = self.target.forward_ragged(batch, self.cache)
@@ -337,7 +337,7 @@ def _as_ids(name: str, prompt: Sequence[int] | Tensor) -> list[int]:
     return ids
 
 
-def _prompt_batch(pieces: list[list[int]], start: int) -> PackedBatch:
+def pack_prompts(pieces: list[list[int]], start: int) -> PackedBatch:
     """Pack a piece of each prompt, all of them beginning at position `start`."""
     counts = torch.tensor([len(piece) for piece in pieces])
     return PackedBatch(

@@ -82,8 +82,9 @@ def test_two_ragged_requests_emit_the_product_of_their_laws(backend, law, data):
     check_law(law, stages_on(backend, cell=2, scheduler=lambda: FixedLengths(lengths)), (0, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", list(SCHEDULERS))
-@settings(max_examples=25)
+@settings(EXHAUSTIVE, max_examples=150)
 @given(law=strategies.grid_laws((2,), (1, 2), num_requests=2, max_points=1 << 12, with_confidence=True))
 def test_two_requests_under_a_scheduler_emit_the_product_of_their_laws(backend, scheduler, law):
     make = SCHEDULERS[scheduler]

@@ -134,15 +134,16 @@ def test_a_global_search_is_told_by_a_counterexample_as_small_as_appendix_a(sche
     text = str(report)
     assert "SPS(1..)" in text
     assert "confidence" in text
+    assert isinstance(report.total_variation, Fraction)
+    assert f"total variation {report.total_variation}" in text
     with pytest.raises(LosslessnessError):
         report.assert_lossless()
 
 
 @pytest.mark.parametrize("scheduler", [scheduling.admitting_each_other, scheduling.later_positions_first])
 def test_a_leak_between_requests_is_told_by_two_requests(scheduler):
-    report = audit_scheduler(scheduler)
+    report = audit_scheduler(scheduler, max_examples=150)
     assert report.counterexample is not None
-    assert not report.passed
     law = report.findings[0]
     assert not law.passed
     assert (len(law.counterexample.anchors), law.counterexample.law.block_size) == (2, 2)
@@ -170,7 +171,7 @@ class Sticky:
 
 @pytest.mark.parametrize("scheduler", [NoDelay, Sticky])
 def test_a_scheduler_with_a_memory_is_told(scheduler):
-    report = audit_scheduler(scheduler)
+    report = audit_scheduler(scheduler, max_examples=80)
     assert not report.passed
     case = report.findings[0].counterexample
     assert case.law.block_size == 2
@@ -333,9 +334,3 @@ def test_the_command_line_reports_a_survivor(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "SURVIVES harmless" in out
     assert out.endswith("killed 0 of 1\n")
-
-
-def test_fractions_are_printed_as_they_are():
-    report = audit_scheduler(scheduling.global_search)
-    assert isinstance(report.total_variation, Fraction)
-    assert f"total variation {report.total_variation}" in str(report)

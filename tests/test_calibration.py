@@ -281,3 +281,8 @@ Z, A = torch.zeros(4, 2), torch.tensor([[1, 1], [1, 0], [0, 0], [0, 0]])
 def test_sts_names_the_bad_argument(logits, accepted, grid, error, text):
     with pytest.raises(error, match=text):
         fit_sts(logits, accepted, grid=grid)
+
+
+def test_auroc_takes_strided_scores():
+    scores, outcomes = torch.tensor([[0.1, 9.0], [0.4, 9.0], [0.8, 9.0]])[:, 0], torch.tensor([0, 0, 1])
+    assert auroc(scores, outcomes) == 1.0  # warnings are errors

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -241,8 +242,6 @@ def test_the_summary_is_strict_json_with_the_fixed_keys(found):
 
 def test_what_does_not_exist_is_null(found):
     empty = measure.Rounds(type(found.rounds.total)(3), {})
-    from dataclasses import replace
-
     content = results.summary(replace(found, rounds=empty, calibration=None))
     assert content["tokens_per_round"] is None
     assert content["acceptance_by_position"] == [None] * 3
@@ -327,8 +326,6 @@ def test_settings_become_lines_and_a_curve_its_end():
 
 
 def test_a_failed_check_is_not_reported_as_a_success(found):
-    from dataclasses import replace
-
     worse = replace(found, greedy=replace(found.greedy, different=2), law=replace(found.law, final_varies=True))
     page = render_report(worse)
     assert "5 of 7" in page
@@ -338,8 +335,6 @@ def test_a_failed_check_is_not_reported_as_a_success(found):
 
 @pytest.mark.parametrize(("change", "status"), [({}, 0), ({"greedy": 1}, 1), ({"law": 1}, 1)])
 def test_the_exit_status_tells_whether_the_checks_held(found, change, status, monkeypatch, tmp_path):
-    from dataclasses import replace
-
     changed = found
     if "greedy" in change:
         changed = replace(found, greedy=replace(found.greedy, different=1))

@@ -55,9 +55,9 @@ class Effort:
     prompts: int = 68
     tokens: int = 96
     greedy_tokens: int = 32
-    sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+    sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
     repeats: int = 3
-    counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     steps: int = 8
     pairs: int = 2
     pair_tokens: int = 64

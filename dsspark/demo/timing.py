@@ -13,7 +13,7 @@ import torch
 
 import dsspark
 from dsspark.cost_table import CostTable
-from dsspark.decoding import Drafter, RoundReport, Target, _prompt_batch, generate
+from dsspark.decoding import Drafter, RoundReport, Target, generate, pack_prompts
 from dsspark.randomness import Uniforms
 from dsspark.serving.delayed import DelayedScheduler
 from dsspark.serving.policies import EarlyStopping, FixedLength, Policy
@@ -34,7 +34,7 @@ class _Engine:
         self.positions = torch.tensor([len(body) for body in bodies])
         self.cache, self.context = target.new_cache(len(bodies)), drafter.new_context(len(bodies))
         self.cache.reserve(self.positions)
-        batch = _prompt_batch(bodies, 0)
+        batch = pack_prompts(bodies, 0)
         _, features = target.forward_ragged(batch, self.cache)
         drafter.extend(self.context, features, batch.request_ids)
 

@@ -233,6 +233,7 @@ def auroc(scores: Tensor, outcomes: Tensor) -> Tensor:
     x, y = _as_samples("scores", scores, outcomes)
     if bool(x.isnan().any()):
         raise ValueError("scores: got NaN, expected numbers that can be ordered; drop the rows without a score")
+    x = x.contiguous()  # searchsorted warns of strided input
     ordered = x.sort().values
     below, not_above = torch.searchsorted(ordered, x), torch.searchsorted(ordered, x, right=True)
     mean_rank = (below + not_above + 1).to(torch.float64) / 2

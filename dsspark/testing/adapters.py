@@ -18,8 +18,8 @@ from dsspark.reference.rejection import draft_law
 from dsspark.testing.rounds import Scheduler
 from dsspark.types import DraftBlock, Filters, PackedBatch, Verification
 
-WHOLE_VOCABULARY = 1 << 16
-"""A cell that holds any vocabulary tested: the two-level draw becomes one inverse CDF, driven by final[:, 1]."""
+WHOLE_VOCABULARY = 64
+"""A cell that holds every vocabulary of the audits: the two-level draw becomes one inverse CDF, driven by final[:, 1]."""
 
 
 @dataclass(frozen=True)

@@ -159,10 +159,12 @@ def logits_of(rows: Sequence[Sequence[int]]) -> Tensor:
 def drafter_of(law: GridLaw, temperature: float) -> MarkovHead:
     """Return a Markov head that draws exactly q at `temperature` on base logits of zero (paper eq. 5 with one-hot W1)."""
     with torch.random.fork_rng(devices=[]):  # the head's own initialisation must not disturb the caller's generator
-        head = MarkovHead(law.vocab_size, law.vocab_size, draft_vocab_size=len(law.draft[0]))
+        # What follows a token that the target lacks does not matter: that token is rejected.
+        num_ids = max(law.vocab_size, law.draft_ids[-1] + 1)
+        head = MarkovHead(num_ids, law.vocab_size, draft_vocab_size=len(law.draft[0]))
     logits = logits_of(law.draft).T * (temperature or 1.0)
     with torch.no_grad():
-        head.markov_w1.weight.copy_(torch.eye(law.vocab_size))
+        head.markov_w1.weight.copy_(torch.eye(num_ids, law.vocab_size))
         head.markov_w2.weight.copy_(logits.clamp(min=_NEVER))
     return head
 

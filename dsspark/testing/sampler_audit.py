@@ -17,7 +17,7 @@ from dsspark.testing.grid import GridLaw, lattice
 from dsspark.testing.gtest import g_test
 from dsspark.testing.report import AuditReport, Finding
 from dsspark.testing.rounds import Stages, grid_round
-from dsspark.testing.search import name_of, smallest
+from dsspark.testing.search import name_of, require_hypothesis, smallest
 from dsspark.types import Verification
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ def audit_sampler(
         raise TypeError(
             f"sampler: got {type(sampler).__name__}, expected a callable with the signature of dsspark.verify, or an OutsideSampler"
         )
+    require_hypothesis()
     findings = (
         _law_finding(verify, whole, max_examples, seed),
         _edge_finding(verify, whole),

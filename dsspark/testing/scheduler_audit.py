@@ -15,7 +15,7 @@ from dsspark.testing.grid import GridLaw
 from dsspark.testing.report import AuditReport, Finding
 from dsspark.testing.rounds import check_lengths
 from dsspark.testing.scheduling import LengthsFn, anticipates, compare_scheduled
-from dsspark.testing.search import name_of, smallest
+from dsspark.testing.search import name_of, require_hypothesis, smallest
 
 if TYPE_CHECKING:
     from hypothesis import strategies as st
@@ -24,6 +24,13 @@ Case = TypeVar("Case")
 
 SHAPES = ((1, 2), (1, 2), (2, 2), (1, 3))
 """(R, gamma) tried, the smallest first and twice. At gamma = 1 no survival depends on a drafted token, so nothing can leak."""
+
+_LAWS = (((3, 1), (1, 1)), ((1, 3), (1, 1)), ((7, 3), (1, 1)), ((1, 1), (3, 1)), ((1, 3), (3, 1)), ((1, 0), (1, 1)))
+"""Numerators of p and q: they differ, so that accepting something for the wrong reason shows."""
+_TELLING = ((1.0, 0.0), (0.0, 1.0), (1.0, 0.5), (0.5, 0.0), (0.9, 0.0), (0.25, 0.75), (1.0, 1.0))
+"""Confidences after either token."""
+_RATES = (1.0, 0.5, 0.45, 0.9, 0.4, 0.25)
+"""Steps per second in a ragged table: from few values, so that Theta often falls and then rises above where it was."""
 
 Steps = tuple[tuple[tuple[float, ...], ...], ...]
 """Survivals [R][gamma] of earlier steps."""
@@ -93,6 +100,7 @@ def audit_scheduler(
     Source: design condition of this library; paper 3.2.2 and Appendix A.
     """
     make, remembers = scheduler_maker(scheduler)
+    require_hypothesis()
 
     def at_this_step(sps: tuple[float, ...], history: Steps, num_requests: int, block_size: int) -> LengthsFn:
         def lengths(survival: Tensor) -> Tensor:
@@ -161,9 +169,10 @@ def law_cases(num_requests: int, block_size: int, remembers: bool) -> st.SearchS
 
     @st.composite
     def cases(draw: st.DrawFn) -> LawCase:
-        p = draw(st.sampled_from([(3, 1), (1, 1), (1, 3), (7, 3), (1, 0), (0, 1)]))
-        q = draw(st.sampled_from([(1, 1), (3, 1), (1, 3)]))
-        confidence = draw(strategies.confidences(block_size, 2))
+        p, q = draw(st.sampled_from(_LAWS))
+        # All anchors look alike, so that survivals tie; the later confidences tell the drafted tokens apart.
+        first = draw(strategies.confidences(1, 1))[0] * 2
+        confidence = (first, *(draw(st.sampled_from(_TELLING)) for _ in range(block_size - 1)))
         return LawCase(
             law=GridLaw.independent(p, q, block_size, confidence),
             sps=draw(_tables(num_requests * (1 + block_size))),
@@ -198,7 +207,7 @@ def _tables(max_tokens: int) -> st.SearchStrategy[tuple[float, ...]]:
 
     from dsspark.testing import strategies
 
-    ragged = st.tuples(*[st.integers(1, 20).map(lambda n: n / 20)] * max_tokens)
+    ragged = st.tuples(*[st.sampled_from(_RATES)] * max_tokens)
     shaped = strategies.cost_tables(max_tokens).map(lambda table: tuple(table.sps.tolist()[1:]))
     return st.one_of(ragged, ragged, shaped)
 
