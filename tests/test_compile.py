@@ -78,7 +78,8 @@ def test_every_architecture_compiles_without_a_gpu():
         assert good.problems == ()
         assert good.loads.keys() == {"x_ptr", "w2_ptr", "latent_ptr"}
         assert set(good.loads["w2_ptr"]) == {16}
-        assert spilling.spilled_bytes > 0
+        # gfx942 has 512 registers a thread, its accumulators counted: the planted kernel fits there, and shows as larger
+        assert spilling.spilled_bytes > 0 or (spilling.arch == "gfx942" and spilling.registers > 2 * good.registers)
         assert bool(spilling.problems) == (spilling.arch == "sm_90")
 
 
