@@ -31,7 +31,7 @@ torch.empty = _poisoned(torch.empty)
 torch.empty_like = _poisoned(torch.empty_like)
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=50, derandomize=True)
-hypothesis.settings.register_profile("exhaustive", deadline=None, max_examples=500)
+hypothesis.settings.register_profile("exhaustive", deadline=None, max_examples=500, derandomize=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

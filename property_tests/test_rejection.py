@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsspark
 from dsspark import DraftBlock, Uniforms
 from dsspark.testing import strategies
+from dsspark.testing.boundary import edge_failures
+from dsspark.testing.laws import law_error
 from dsspark.testing.oracles import exact_law_of_row
+from dsspark.testing.sampler_audit import threshold_rows
 
 
 def verify(case, backend, **changes):
@@ -184,3 +189,27 @@ def test_top_k_is_verification_of_the_masked_rows(backend, case, top_k):
         backend=backend,
     )
     assert torch.equal(filtered.tokens, verify(case, backend, target_logits=masked).tokens)
+
+
+@pytest.mark.parametrize("cell", [1, 2, 3, 4, 64])
+def test_every_edge_comes_out_right(backend, cell):
+    """u = 0, u = p / q, the largest u; residuals of 2e-9 and of nothing; placeholder tokens."""
+    assert edge_failures(partial(dsspark.verify, backend=backend), cell=cell) == []
+
+
+@settings(max_examples=4)
+@given(seed=st.integers(0, 10_000), cell=st.sampled_from([8, 5, 64]))
+def test_every_threshold_is_min_one_p_over_q_to_the_last_bits(backend, seed, cell):
+    """Bisected on rows whose probabilities reach down to 1e-9, where an epsilon shows."""
+    target, draft, bonus = threshold_rows(seed)
+    error = law_error(
+        target,
+        draft,
+        bonus,
+        cell=cell,
+        draft_fn=partial(dsspark.draft_block, backend=backend),
+        verify_fn=partial(dsspark.verify, backend=backend),
+    )
+    assert error.max_threshold_ulps < 64
+    assert error.in_eps < 4
+    assert not error.final_varies

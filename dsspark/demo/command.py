@@ -53,15 +53,15 @@ class Effort:
     """
 
     prompts: int = 68
-    tokens: int = 96
+    tokens: int = 64
     greedy_tokens: int = 32
     sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
     repeats: int = 3
     counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    steps: int = 8
-    pairs: int = 2
+    steps: int = 6
+    pairs: int = 1
     pair_tokens: int = 64
-    law_rows: int = 6
+    law_rows: int = 4
 
 
 QUICK = Effort(

@@ -65,8 +65,14 @@ def residual_or_last_token(p: Tensor, q: Tensor) -> Tensor:
 
 def draws_reaching(weights: Tensor, uniforms: Tensor, *, cell: int) -> Tensor:
     """Take the first token whose running mass *reaches* u: at u = 0 one of no mass."""
-    running = weights.cumsum(dim=-1)
-    return torch.searchsorted(running, (uniforms[:, 1:] * running[:, -1:]).contiguous(), right=False)[:, 0]
+    cells = rearrange(F.pad(weights, (0, -weights.shape[1] % cell)), "n (c w) -> n c w", w=cell)
+
+    def reaching(running: Tensor, u: Tensor) -> Tensor:
+        return torch.searchsorted(running, (u[:, None] * running[:, -1:]).contiguous(), right=False)[:, 0]
+
+    chosen = reaching(cells.sum(dim=-1).cumsum(dim=-1), uniforms[:, 0])
+    inside = cells[torch.arange(len(cells)), chosen].cumsum(dim=-1)
+    return (chosen * cell + reaching(inside, uniforms[:, 1])).clamp(max=weights.shape[1] - 1)
 
 
 def draws_with_padded_lanes(weights: Tensor, uniforms: Tensor, *, cell: int) -> Tensor:
