@@ -172,6 +172,17 @@ def test_continuations_follow_the_target_law(target):
         assert law.max() > 0.05
 
 
+def test_some_rows_are_continued_greedily(target):
+    prefix = torch.tensor([[BOS_ID, 10, 20]]).expand(40, -1)
+    greedy = torch.arange(40) % 4 == 1
+    drawn = sample_continuations(target, prefix, 3, torch.Generator().manual_seed(1), greedy=greedy)
+    likeliest = prefix[:1]
+    for _ in range(3):
+        likeliest = torch.cat((likeliest, target(likeliest).logits[:, -1].argmax(dim=-1, keepdim=True)), dim=1)
+    assert torch.equal(drawn[greedy], likeliest.expand(10, -1))
+    assert len(drawn[~greedy].unique(dim=0)) > 1
+
+
 def test_anchors_are_distinct_and_leave_room_for_a_block():
     anchors = draw_anchors(np.random.default_rng(0), 50, 20, 5, 14)
     assert anchors.shape == (50, 14)

@@ -1,9 +1,9 @@
 """Worked arithmetic: word problems with step-by-step answers, drawn from a seeded generator.
 
-The answers are computed, from numbers small enough for a small model to learn in minutes. The wording is drawn: at many places
-one of three words of equal length follows. That is real entropy, and where a parallel drafter mixes modes: it draws the first byte
-of one word and the second byte of another ("we mind" from "we find" and "we make"). In the groups that rhyme it does so even when
-greedy, for the likeliest second byte does not belong to the likeliest word.
+The answers are computed, from numbers small enough for a small model to learn in minutes. The wording is drawn: at most places one
+of four short words of equal length follows. That is real entropy, and where a parallel drafter mixes modes: it draws the first byte
+of one word and the second byte of another ("Nay" from "Now" and "Say"). In the groups that rhyme it does so even when greedy, for
+the likeliest second byte does not belong to the likeliest word.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ NAMES = ("Tom", "Anna", "Ravi", "Mei", "Omar", "Lena", "Jose", "Kira", "Ben", "Z
 THINGS = ("apples", "books", "coins", "pens", "cards", "stamps", "shells", "marbles")
 PLACES = ("crate", "bag", "drawer", "jar", "basket")
 
-OPENERS = ("Step: ", "Case: ", "Base: ")
-STEPS = ("Then ", "Next ", "Also ")
-LASTLY = ("Last ", "Thus ", "Ergo ")
-MODALS = ("will ", "just ", "must ")
-ADVERBS = ("then ", "also ", "here ")
-VERBS = ("find ", "take ", "make ")
-MANNERS = ("hope ", "care ", "dare ")
-QUALITIES = ("good ", "last ", "fast ")
-PARTS = ("line ", "test ", "rest ")
-CLOSERS = ("Here ", "Thus ", "And, ")
-REMARKS = (
-    ("This ", "Such ", "Each "),
-    ("step ", "case ", "base "),
-    ("will ", "must ", "just "),
-    ("work. ", "rest. ", "test. "),
+OPENERS = ("Step: ", "Case: ", "Base: ", "Plan: ")
+STEPS = ("And ", "Yet ", "Let ", "Now ")
+LASTLY = ("End ", "Sum ", "Hum ", "Yes ")
+CLOSERS = ("Now ", "And ", "End ", "Yes ")
+AUXILIARIES = ("did ", "may ", "say ", "now ")
+ARTICLES = ("the ", "one ", "all ", "its ")
+ADJECTIVES = ("odd ", "new ", "few ", "big ")
+CLAUSE = (AUXILIARIES, ("add ", "get ", "set ", "use "), ARTICLES, ADJECTIVES, ("sum ", "lot ", "dot ", "way "))
+REMARK = (
+    ("Now ", "Say ", "May ", "Put "),
+    ("one ", "men ", "ten ", "all "),
+    AUXILIARIES,
+    ("add ", "get ", "let ", "use "),
+    ARTICLES,
+    ADJECTIVES,
+    ("sum. ", "way. ", "day. ", "lot. "),
 )
-WEIGHTS = (0.4, 0.3, 0.3)
-"""Of the three words of a group."""
+WEIGHTS = (0.34, 0.22, 0.22, 0.22)
+"""Of the four words of a group."""
 
 Problem = tuple[str, str, int]
 
@@ -43,12 +44,11 @@ def _word(rng: random.Random, group: Sequence[str]) -> str:
 
 def _remark(rng: random.Random) -> str:
     """Return a short sentence that says little: all of it is wording."""
-    return "".join(_word(rng, group) for group in REMARKS)
+    return "".join(_word(rng, group) for group in REMARK)
 
 
 def _we_find(rng: random.Random) -> str:
-    verb = f"we {_word(rng, MODALS)}{_word(rng, ADVERBS)}{_word(rng, VERBS)}"
-    return f"{verb}with {_word(rng, MANNERS)}the {_word(rng, QUALITIES)}{_word(rng, PARTS)}"
+    return "we " + "".join(_word(rng, group) for group in CLAUSE)
 
 
 def _gain_and_loss(rng: random.Random) -> Problem:
@@ -58,8 +58,7 @@ def _gain_and_loss(rng: random.Random) -> Problem:
     question = f"{name} has {have} {thing}. {name} {verb} {gain} more and {lost} {lose}. How many {thing} are left?"
     total = have + gain
     answer = (
-        f"{_word(rng, OPENERS)}{name} has {have} {thing}. {_remark(rng)}"
-        f"{_word(rng, STEPS)}{_we_find(rng)}{have} + {gain} = {total} {thing}. "
+        f"{_word(rng, OPENERS)}{_we_find(rng)}{have} + {gain} = {total}. {_remark(rng)}"
         f"{_word(rng, LASTLY)}{_we_find(rng)}{total} - {lose} = {total - lose} {thing}. {_remark(rng)}"
     )
     return question, answer, total - lose
@@ -72,8 +71,8 @@ def _containers(rng: random.Random) -> Problem:
     question = f"Each {place} holds {each} {thing}. How many {thing} are in {count} {place}s?"
     answer = (
         f"{_word(rng, OPENERS)}{_we_find(rng)}{count} * {each}. {_remark(rng)}"
-        f"{_word(rng, STEPS)}{_we_find(rng)}10 * {each} = {10 * each}. "
-        f"{_word(rng, STEPS)}{_we_find(rng)}{ones} * {each} = {ones * each}. "
+        f"{_word(rng, STEPS)}{_we_find(rng)}10 * {each} = {10 * each}. {_remark(rng)}"
+        f"{_word(rng, STEPS)}{_we_find(rng)}{ones} * {each} = {ones * each}. {_remark(rng)}"
         f"{_word(rng, LASTLY)}{_we_find(rng)}{10 * each} + {ones * each} = {count * each}. {_remark(rng)}"
     )
     return question, answer, count * each
@@ -88,7 +87,7 @@ def _change(rng: random.Random) -> Problem:
     )
     cost = count * price
     answer = (
-        f"{_word(rng, OPENERS)}{count} {thing} cost {count} * {price} = {cost} dollars. {_remark(rng)}"
+        f"{_word(rng, OPENERS)}{_we_find(rng)}{count} * {price} = {cost}. {_remark(rng)}"
         f"{_word(rng, LASTLY)}{_we_find(rng)}{paid} - {cost} = {paid - cost} dollars. {_remark(rng)}"
     )
     return question, answer, paid - cost
@@ -102,8 +101,7 @@ def _compare(rng: random.Random) -> Problem:
     )
     other = have + more
     answer = (
-        f"{_word(rng, OPENERS)}{first} has {have} {thing}. {_remark(rng)}"
-        f"{_word(rng, STEPS)}{_we_find(rng)}{have} + {more} = {other} {thing} for {second}. "
+        f"{_word(rng, OPENERS)}{_we_find(rng)}{have} + {more} = {other} for {second}. {_remark(rng)}"
         f"{_word(rng, LASTLY)}{_we_find(rng)}{have} + {other} = {have + other} {thing}. {_remark(rng)}"
     )
     return question, answer, have + other
@@ -117,7 +115,7 @@ def _columns(rng: random.Random) -> Problem:
     answer = (
         f"{_word(rng, OPENERS)}{_we_find(rng)}{a % 10} + {b % 10} = {ones}, "
         f"write {ones % 10} and carry {carry}. {_remark(rng)}"
-        f"{_word(rng, STEPS)}{_we_find(rng)}{a // 10} + {b // 10} = {tens}. "
+        f"{_word(rng, STEPS)}{_we_find(rng)}{a // 10} + {b // 10} = {tens}. {_remark(rng)}"
         f"{_word(rng, LASTLY)}{_we_find(rng)}{tens} + {carry} = {tens + carry} tens. {_remark(rng)}"
     )
     return question, answer, a + b

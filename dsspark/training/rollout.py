@@ -12,8 +12,10 @@ from dsspark.models.target import TargetLM
 
 
 @torch.no_grad()
-def sample_continuations(target: TargetLM, prefixes: Tensor, length: int, generator: torch.Generator) -> Tensor:
-    """Continue each prefix with tokens drawn from the target's law at temperature 1.
+def sample_continuations(
+    target: TargetLM, prefixes: Tensor, length: int, generator: torch.Generator, *, greedy: Tensor | None = None
+) -> Tensor:
+    """Continue each prefix with tokens drawn from the target's law at temperature 1, or with its likeliest tokens.
 
     Many rows of one length, so the cache is dense and nothing is packed: this is for making training data, not for decoding.
 
@@ -22,6 +24,8 @@ def sample_continuations(target: TargetLM, prefixes: Tensor, length: int, genera
         prefixes: [N, P] ids, P at least 1.
         length: tokens to draw.
         generator: draws them.
+        greedy: [N] bool, the rows that are continued at temperature 0 instead; None for none. Greedy text repeats itself as drawn
+            text never does, and a drafter meets both.
 
     Returns:
         [N, P + length] int64: the prefixes with their continuations.
@@ -33,6 +37,8 @@ def sample_continuations(target: TargetLM, prefixes: Tensor, length: int, genera
     logits = _extend(target, prefixes, 0, caches)
     for position in range(prefix, prefix + length):
         drawn = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
+        if greedy is not None:
+            drawn = torch.where(greedy[:, None], logits.argmax(dim=-1, keepdim=True), drawn)
         tokens[:, position] = drawn[:, 0]
         if position + 1 < prefix + length:
             logits = _extend(target, drawn, position, caches)

@@ -40,10 +40,10 @@ class Plan:
     row_length: int = 384
     anchors_per_row: int = 48
     drawn_rows: int = 512
+    drawn_greedy_every: int = 4
     drawn_prefix: int = 128
     num_math: int = 20_000
     calibration_prompts: int = 96
-    greedy_prompts: int = 32
     max_new_tokens: int = 160
     seed: int = 0
 
@@ -82,7 +82,6 @@ def small_plan() -> Plan:
         drawn_prefix=16,
         num_math=50,
         calibration_prompts=2,
-        greedy_prompts=1,
         max_new_tokens=6,
     )
 
@@ -190,7 +189,11 @@ def _drawn_text(target: TargetLM, streams: Streams, plan: Plan, path: Path, resu
         return kept
     prefixes = mixed_rows(streams, plan.seed + 7, 0, plan.drawn_rows, plan.drawn_prefix)
     length = plan.row_length + 1 - plan.drawn_prefix
-    drawn = sample_continuations(target, prefixes, length, torch.Generator().manual_seed(plan.seed))
+    generator = torch.Generator().manual_seed(plan.seed)
+    greedy = (
+        torch.arange(plan.drawn_rows) % plan.drawn_greedy_every == 0
+    )  # of every domain: the rows come domain by domain
+    drawn = sample_continuations(target, prefixes, length, generator, greedy=greedy)
     write_atomically(path, lambda partial: torch.save(drawn, partial))
     return drawn
 
@@ -234,7 +237,7 @@ def calibrate_and_measure(
             testing[name].append(rounds(parts["test"], 1.0))
             tokens_per_round[domain]["1"][name] = testing[name][-1].statistics.tokens_per_round
             acceptance[domain][name] = testing[name][-1].statistics.conditional_acceptance
-            greedy = rounds(parts["test"][: plan.greedy_prompts], 0.0)
+            greedy = rounds(parts["test"], 0.0)
             tokens_per_round[domain]["0"][name] = greedy.statistics.tokens_per_round
 
     logits, accepted = _pooled(fitting["drafter"])
