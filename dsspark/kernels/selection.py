@@ -75,16 +75,19 @@ def fixed(w):
 
 @triton.jit
 def get(state_ptr, FIELD: tl.constexpr, row, num_rows, mask):
+    """Return a field of rows' state; -1 where there is no row."""
     return tl.load(state_ptr + FIELD * num_rows.to(tl.int64) + row, mask=mask, other=-1)
 
 
 @triton.jit
 def put(state_ptr, FIELD: tl.constexpr, row, num_rows, mask, value):
+    """Set a field of rows' state."""
     tl.store(state_ptr + FIELD * num_rows.to(tl.int64) + row, value.to(tl.int64), mask=mask)
 
 
 @triton.jit
 def from_bits(bits):
+    """Return the float32 whose bits a field holds."""
     return bits.to(tl.int32).to(tl.float32, bitcast=True)
 
 
