@@ -4,14 +4,29 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup demo test lint bench docs train clean
+# The oldest Triton that the kernels are compiled with, in an environment of its own: torch does not care which one is there.
+OLD_TRITON := 3.6.0
+OLD_VENV   := .venv-triton36
+OLD_STAMP  := $(OLD_VENV)/.installed
+
+# Triton exists on Linux only.
+ifeq ($(shell uname -s),Linux)
+COMPILE_QUICKLY := compile-quickly
+endif
+
+.PHONY: setup demo test lint bench bench-gpu traffic docs train compile compile-quickly clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,plots,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,plots,docs,hf]'
 	touch $(STAMP)
+
+$(OLD_STAMP): pyproject.toml constraints.txt
+	test -x $(OLD_VENV)/bin/python || $(PYTHON) -m venv $(OLD_VENV)
+	$(OLD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable . triton==$(OLD_TRITON)
+	touch $(OLD_STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python -m dsspark demo --out demo-output
@@ -21,11 +36,35 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint docs
+# Every variant for the architecture whose spills count, one variant of each kernel for the others.
+compile-quickly: $(STAMP)
+	$(BIN)/python -m dsspark compile --arch sm_90
+	$(BIN)/python -m dsspark compile --one-per-kernel --arch sm_80 sm_100 gfx942
+
+# Every variant for every architecture, with both Tritons.
+compile: $(STAMP) $(OLD_STAMP)
+	$(BIN)/python -m dsspark compile
+	$(OLD_VENV)/bin/python -m dsspark compile
+
+test: lint docs $(COMPILE_QUICKLY)
 	$(BIN)/python -m pytest
 
+# On a CPU: references, compiled references and eager baselines, then the ratios that are claimed; the interpreter is never timed.
 bench: $(STAMP)
-	$(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-only
+	mkdir -p .benchmarks
+	$(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-only --benchmark-json=.benchmarks/run.json
+	$(BIN)/python -m benchmarks.report .benchmarks/run.json --claims --plots
+
+# On a GPU: its tests, kernels with and without CUDA graphs, peers where installed, the captured round, the pictures.
+bench-gpu: $(STAMP)
+	mkdir -p .benchmarks
+	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'bench-gpu: no GPU that this torch can use'"
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-only --benchmark-max-time=0.2 --benchmark-min-rounds=5 --benchmark-json=.benchmarks/run.json
+	$(BIN)/python -m benchmarks.report .benchmarks/run.json --plots
+
+traffic: $(STAMP)
+	$(BIN)/python -m benchmarks.traffic
 
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
@@ -34,4 +73,4 @@ train: $(STAMP)
 	$(BIN)/python -m dsspark train --out training-output
 
 clean:
-	rm -rf $(VENV) docs/_build demo-output training-output
+	rm -rf $(VENV) $(OLD_VENV) docs/_build demo-output training-output

@@ -30,15 +30,21 @@ def dispatched(reference: Callable[..., Result]) -> Callable[..., Result]:
     """Return the public form of a reference function: the same signature plus `backend="auto"`.
 
     "auto" takes the Triton kernel for CUDA or ROCm tensors where there is one, the reference otherwise; "reference" and "triton"
-    force one. No environment variable changes what is computed.
+    force one. No environment variable changes what is computed. While `torch.compile` traces, the call goes through a custom operator
+    that calls the same function at run time (`dsspark.ops`).
     """
+    from dsspark.ops import TRACEABLE  # whose bodies call the public functions
+
     component = reference.__module__.rpartition(".")[2]
     name = reference.__name__
+    traceable = TRACEABLE.get(name)
 
     @functools.wraps(reference)
     def public(*args: Any, backend: Backend = "auto", **kwargs: Any) -> Result:
         if backend not in ("auto", "reference", "triton"):
             raise ValueError(f"backend: got {backend!r}, expected 'auto', 'reference' or 'triton'")
+        if traceable is not None and torch.compiler.is_compiling():
+            return traceable(*args, backend=backend, **kwargs)  # type: ignore[no-any-return]
         if backend == "triton" or (backend == "auto" and _on_gpu((*args, *kwargs.values()))):
             kernel: Callable[..., Result] | None = getattr(_kernel_module(component), name, None)
             if kernel is not None:

@@ -26,7 +26,7 @@ ALLOWED = {
     "decoding": SHARED | {"serving", "statistics", "reference", "_dispatch", ""},
 }
 # A module may know its callers' types without importing them at run time.
-TYPE_ONLY = {"reference": {"models"}}
+TYPE_ONLY = {"reference": {"models"}, "kernels": {"models"}}
 
 COMPONENT_FUNCTIONS = [
     "draft_block",

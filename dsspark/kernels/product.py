@@ -21,8 +21,10 @@ PRODUCT_ROWS = 16
 MOST_PRODUCT_ROWS = 32
 """Rows of a product, at most."""
 
+STEP_FLOAT32 = 32
+"""Factors of float32 that are multiplied at once."""
+
 _WHOLE_RANK = 512
-_STEP_FLOAT32 = 32
 _STEP_HALF = 64
 
 
@@ -30,7 +32,7 @@ def product_shape(rank: int, latent_dtype: torch.dtype, w2_dtype: torch.dtype) -
     """Return the constexprs of a product: RANK, the lanes of a vector, and BLOCK_K, how many of them are multiplied at once."""
     lanes = max(16, int(triton.next_power_of_2(rank)))
     if latent_dtype != w2_dtype or w2_dtype == torch.float32:
-        step = min(lanes, _STEP_FLOAT32)  # operands of a float32 product lie in registers
+        step = min(lanes, STEP_FLOAT32)  # operands of a float32 product lie in registers
     else:
         step = lanes if lanes <= _WHOLE_RANK else _STEP_HALF
     return {"RANK": lanes, "BLOCK_K": step}

@@ -97,15 +97,18 @@ def choose_config(
     queries = math.ceil(num_rows / max(num_requests, 1))
     rows = triton.next_power_of_2(max(queries * (heads // kv_heads), 1))
     block_m = max(16, min(rows, entries, 64 if halves and aligned else 32))
-    # What a thread holds must fit its registers; float32 products have no tensor core to hold it for them.
+    # What a thread holds must fit its registers; float32 products have no tensor core to hold it for them, and operands that are
+    # converted before such a product no shared memory.
+    converted = not halves and cache_dtype.itemsize == 2
     widest = 16 if not aligned else 64 if halves else 32
-    heavy = block_m > 32 if halves else block_m * _padded_head(head_dim) > 2048
+    heavy = block_m > 32 if halves else converted or block_m * _padded_head(head_dim) > 2048
     shares = target_programs // max(num_requests * kv_heads, 1)
     return Config(
         block_m=block_m,
         block_n=max(16, min(entries, widest)),
         num_shares=max(1, min(shares, 64, math.ceil(max_context / _MIN_SHARE))),
         num_warps=8 if heavy else 4,
+        num_stages=1 if converted else 2,
     )
 
 
