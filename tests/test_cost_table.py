@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -215,3 +216,53 @@ def test_to_moves_the_table_to_a_gpu():
     assert moved.sps.device.type == "cuda"
     assert moved.sps.tolist() == [1.0, 1.0, 0.5]
     assert moved.provenance == {"a": "b"}
+
+
+# The graph limit, the facts, the plot
+
+
+def test_above_the_graph_limit_nothing_is_padded():
+    table = CostTable.from_points([2, 4, 8, 12], [0.5, 1.0, 3.0, 4.0], graph_limit=4)
+    assert table.seconds.tolist() == pytest.approx([0.5, 0.5, 0.5, 1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.25, 3.5, 3.75, 4.0])
+    # What was measured is kept to the bit, and so is the staircase.
+    staircase = CostTable.from_points([2, 4, 8, 12], [0.5, 1.0, 3.0, 4.0])
+    for size in (0, 1, 2, 3, 4, 8, 12):
+        assert table.sps[size] == staircase.sps[size], size
+    assert torch.equal(
+        CostTable.from_points([2, 4], [0.5, 1.0], graph_limit=4).sps, CostTable.from_points([2, 4], [0.5, 1.0]).sps
+    )
+    assert CostTable.from_points([4, 1, 2], [4.0, 1.0, 2.0], graph_limit=1).seconds.tolist() == pytest.approx(
+        [1, 1, 2, 3, 4]
+    )
+
+
+def test_a_graph_limit_that_was_not_measured_is_refused_before_measuring():
+    clock = Clock()
+    for build in (
+        lambda: CostTable.from_points([2, 4], [0.5, 1.0], graph_limit=3),
+        lambda: CostTable.profile(clock.step_of({}), [2, 4], graph_limit=3, clock=clock),
+    ):
+        with pytest.raises(ValueError, match=r"graph_limit: got 3, expected one of the sizes \[2, 4\]"):
+            build()
+    assert clock.log == []
+
+
+def test_profile_passes_the_graph_limit_on_and_says_where_it_ran():
+    clock = Clock()
+    table = CostTable.profile(clock.step_of({2: 1.0, 4: 3.0, 6: 4.0}), [2, 4, 6], graph_limit=2, clock=clock)
+    assert table.seconds.tolist() == pytest.approx([1, 1, 1, 2, 3, 3.5, 4])
+    assert table.provenance["graph_limit"] == "2"
+    assert table.provenance["machine"]
+    assert len(table.provenance["date"].split("-")) == 3
+
+
+def test_the_plot_is_an_image(tmp_path):
+    path = tmp_path / "table.png"
+    CostTable.from_points([2, 4, 8], [1.0, 1.1, 2.0]).plot(path, title="a table")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plot_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(RuntimeError, match=r"Matplotlib.*pip install 'dsspark\[plots\]'"):
+        CostTable([1.0, 1.0]).plot(tmp_path / "table.png")

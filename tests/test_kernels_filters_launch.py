@@ -41,7 +41,9 @@ def reads(logits, filters, **options):
 def test_at_most_four_reads_of_a_row(dtype, generator):
     normal = torch.randn(4, V, generator=generator) * 3
     tied = grid(4, V, generator) * 0.5  # both boundaries split ties, so that the last pass is needed too
-    most = {torch.bfloat16: (2 + 1 / 64, 3 + 1 / 64), torch.float16: (2.125, 3.125), torch.float32: (3.5, 4 + 1 / 512)}[dtype]
+    most = {torch.bfloat16: (2 + 1 / 64, 3 + 1 / 64), torch.float16: (2.125, 3.125), torch.float32: (3.5, 4 + 1 / 512)}[
+        dtype
+    ]
     for logits in (normal.to(dtype), tied.to(dtype)):
         for limit, several in zip(most, (ONE, BOTH), strict=True):
             for filters in several:

@@ -3,7 +3,8 @@ r"""Lossless verification in five launches: accept, resample from the residual, 
 Bytes moved, in rows of logits a request of l drafts: l rows of p once, for their statistics (`acceptance`), then one row of p and one
 of q at a rejection, or the bonus row (`resampling`), then one chunk of what was drawn from, and eight bytes a chunk and row of
 statistics, written and read. With gamma = 7 that is 9 rows after a rejection and 8 without, and with half-precision logits in cells of 256
-another third of a row for statistics and chunks (9.32 counted at V = 32,768). Where q is recomputed its row of U is read instead, and W2 once for all requests.
+another third of a row for statistics and chunks (9.32 counted at V = 32,768). Where q is recomputed its row of U is read instead, and W2 once
+for all requests.
 
 Departs from the reference in the order of work alone: the rows after a rejection are read before it is known. What they hold does not
 matter. With filters the bonus row is read with the drafted ones, for its cutoffs (`filters`) take several passes. Where the host cannot see
