@@ -5,12 +5,18 @@ they are touched. What a GPU's caches would spare is not spared here.
 
     with count_traffic(w2=w2, logits=logits) as traffic:
         dsspark.draft_block(..., backend="triton")
-    traffic.read["w2"], traffic.written[OTHER], traffic.total
+    traffic.read["w2"], traffic.written[OTHER], traffic.total, traffic.launches
+
+`python -m benchmarks.traffic` counts every component, kernels and eager code alike, and writes the table "moved / floor"
+(`benchmarks.traffic_table`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +25,7 @@ from unittest import mock
 
 import numpy as np
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime import interpreter
 
 OTHER = "other"
@@ -32,10 +39,12 @@ class Traffic:
     Attributes:
         read: loaded; an atomic counts here and in `written`.
         written: stored.
+        launches: kernels launched over a grid.
     """
 
     read: Counter[str] = field(default_factory=Counter)
     written: Counter[str] = field(default_factory=Counter)
+    launches: int = 0
 
     @property
     def total(self) -> int:
@@ -77,6 +86,13 @@ def count_traffic(**tensors: Tensor) -> Iterator[Traffic]:
         for counter in counters if rest else []:
             counter[OTHER] += rest * size
 
+    execute = interpreter.GridExecutor.__call__
+
+    def counted_launch(executor: Any, *args: Any, **named: Any) -> Any:
+        traffic.launches += 1
+        with _disable_current_modes():  # what the interpreter does with torch is no eager operation of ours
+            return execute(executor, *args, **named)
+
     builder = interpreter.interpreter_builder
     load, store, atomic = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
 
@@ -93,8 +109,15 @@ def count_traffic(**tensors: Tensor) -> Iterator[Traffic]:
         return atomic(operation, pointers, value, mask, *rest, **named)
 
     with (
+        mock.patch.object(interpreter.GridExecutor, "__call__", counted_launch),
         mock.patch.object(builder, "create_masked_load", counted_load),
         mock.patch.object(builder, "create_masked_store", counted_store),
         mock.patch.object(builder, "create_atomic_rmw", counted_atomic),
     ):
         yield traffic
+
+
+if __name__ == "__main__":
+    # Triton's own library must see the switch too, and this module has just imported it: begin again.
+    command = [sys.executable, "-m", "benchmarks.traffic_table", *sys.argv[1:]]
+    raise SystemExit(subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}).returncode)

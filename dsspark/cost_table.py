@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import platform
 import statistics
 import time
 import warnings
@@ -78,25 +80,35 @@ class CostTable:
 
     @classmethod
     def from_points(
-        cls, sizes: Sequence[int], seconds: Sequence[float], *, provenance: Mapping[str, str] | None = None
+        cls,
+        sizes: Sequence[int],
+        seconds: Sequence[float],
+        *,
+        graph_limit: int | None = None,
+        provenance: Mapping[str, str] | None = None,
     ) -> CostTable:
-        """Build the staircase of an engine that pads every batch up to the next measured size (paper 5.2).
+        """Build the staircase of an engine that pads every batch up to the next captured size (paper 5.2).
 
         Args:
             sizes: the measured B, distinct, 1 or more each, in any order.
             seconds: what a step took at each size, positive.
+            graph_limit: the largest size that a graph is captured for, one of `sizes`. Beyond it the engine runs batches as
+                they are, so the seconds there are interpolated linearly. None: every size is captured.
             provenance: as the attribute.
 
         Returns:
-            A table up to the largest size: B costs what the smallest size >= B does, B = 0 what the first does.
+            A table up to the largest size: B costs what the smallest size >= B does, B = 0 what the first does; above
+            `graph_limit`, what lies between its neighbours.
 
         Raises:
             ValueError: for no sizes, sizes that repeat or are below 1, lists of different lengths, seconds that are not
-                positive and finite.
+                positive and finite, a graph_limit that was not measured.
 
         Example:
             >>> CostTable.from_points([2, 4], [0.5, 1.0]).seconds.tolist()
             [0.5, 0.5, 0.5, 1.0, 1.0]
+            >>> CostTable.from_points([2, 4], [0.5, 1.0], graph_limit=2).seconds.tolist()
+            [0.5, 0.5, 0.5, 0.75, 1.0]
         """
         if len(sizes) != len(seconds):
             raise ValueError(
@@ -106,11 +118,21 @@ class CostTable:
         _check_positive(
             "seconds", [float(value) for value in seconds], "measure again with a clock that is fine enough"
         )
+        _check_graph_limit(graph_limit, sizes)
         points = sorted(zip(sizes, seconds, strict=True))
         measured = torch.tensor([size for size, _ in points])
-        rates = 1.0 / torch.tensor([value for _, value in points], dtype=torch.float64)
+        taken = torch.tensor([value for _, value in points], dtype=torch.float64)
         batch_tokens = torch.arange(int(measured[-1]) + 1)
-        return cls(rates[torch.searchsorted(measured, batch_tokens)], provenance)
+        above = torch.searchsorted(measured, batch_tokens)
+        rates = (1.0 / taken)[
+            above
+        ]  # not 1 / seconds of the interpolation: measured rates stay bitwise what was measured
+        if graph_limit is not None:
+            below = (above - 1).clamp(min=0)
+            share = (batch_tokens - measured[below]) / (measured[above] - measured[below]).clamp(min=1)
+            between = 1.0 / (taken[below] + share * (taken[above] - taken[below]))
+            rates = torch.where((batch_tokens > graph_limit) & (batch_tokens < measured[above]), between, rates)
+        return cls(rates, provenance)
 
     @classmethod
     def profile(
@@ -120,6 +142,7 @@ class CostTable:
         repeats: int = 5,
         *,
         warmup: int = 1,
+        graph_limit: int | None = None,
         device: torch.device | str | None = None,
         provenance: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -131,9 +154,10 @@ class CostTable:
             sizes: the B to measure, as `from_points`.
             repeats: timed calls a size, 1 or more.
             warmup: calls a size that are not timed, 0 or more.
+            graph_limit: as `from_points`.
             device: where the step runs. For a CUDA or ROCm device the clock is read with the device idle; without it an
                 asynchronous step would be timed at its launch only.
-            provenance: as the attribute; the sizes, repeats, device and torch version are added.
+            provenance: as the attribute; sizes, repeats, graph limit, device, machine, date and torch version are added.
             clock: returns seconds.
 
         Returns:
@@ -146,6 +170,7 @@ class CostTable:
             UserWarning: when the curve is flat (slowest within 5 % of fastest): the scheduler would verify every draft.
         """
         _check_sizes(sizes)
+        _check_graph_limit(graph_limit, sizes)
         if repeats < 1 or warmup < 0:
             raise ValueError(f"repeats, warmup: got {repeats}, {warmup}, expected at least 1 and 0")
         medians = []
@@ -167,10 +192,35 @@ class CostTable:
         facts = {
             "sizes": " ".join(map(str, sizes)),
             "repeats": str(repeats),
+            "graph_limit": str(graph_limit),
             "device": str(device or "cpu"),
+            "machine": _machine(device),
+            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             "torch": torch.__version__,
         }
-        return cls.from_points(sizes, medians, provenance={**facts, **(provenance or {})})
+        return cls.from_points(sizes, medians, graph_limit=graph_limit, provenance={**facts, **(provenance or {})})
+
+    def plot(self, path: str | Path, *, title: str = "Cost table") -> None:
+        """Draw seconds a step and batch tokens a second against B into an image; its suffix chooses the format.
+
+        Raises:
+            RuntimeError: without Matplotlib.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError as error:
+            raise RuntimeError(
+                "CostTable.plot: got no Matplotlib, expected it installed; pip install 'dsspark[plots]'"
+            ) from error
+        batch_tokens = list(range(1, self.max_tokens + 1))
+        seconds = self.seconds[1:].cpu()
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        left.step(batch_tokens, (1e3 * seconds).tolist(), where="mid")
+        left.set(xlabel="batch tokens B", ylabel="milliseconds a step", ylim=(0, None), title=title)
+        right.step(batch_tokens, (torch.tensor(batch_tokens) / seconds).tolist(), where="mid")
+        right.set(xlabel="batch tokens B", ylabel="batch tokens a second, B SPS(B)", ylim=(0, None))
+        figure.savefig(path, dpi=110)
 
     def save(self, path: str | Path) -> None:
         """Write the table as JSON: {"sps": [...], "provenance": {...}}; floats survive exactly."""
@@ -207,6 +257,20 @@ def _timed(
     if asynchronous:
         torch.cuda.synchronize(device)
     return clock() - start
+
+
+def _machine(device: torch.device | str | None) -> str:
+    """Return the name of what runs the step."""
+    if device is not None and torch.device(device).type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _check_graph_limit(graph_limit: int | None, sizes: Sequence[int]) -> None:
+    if graph_limit is not None and graph_limit not in sizes:
+        raise ValueError(
+            f"graph_limit: got {graph_limit}, expected one of the sizes {sorted(sizes)}; measure it, or leave it out"
+        )
 
 
 def _check_sizes(sizes: Sequence[int]) -> None:

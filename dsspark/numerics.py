@@ -13,6 +13,16 @@ from torch import Tensor
 CELL = 256
 """Tokens in a cell of the two-level inverse CDF. Independent of any launch configuration."""
 
+_CACHE_ENTRIES = 1 << 18
+"""Weights that are computed at once on a CPU: small enough for a processor's cache."""
+
+
+def rows_at_once(logits: Tensor) -> int:
+    """Return how many rows of `logits` [..., V] to take at once: as many as a processor's cache holds, on a GPU all of them."""
+    if logits.device.type == "cpu":
+        return max(1, _CACHE_ENTRIES // max(1, logits.shape[-1]))
+    return max(1, logits.shape[0])
+
 
 def compute_dtype(logits: Tensor) -> torch.dtype:
     """Return the dtype laws are computed in: float32, or float64 for float64 logits (the tests' oracle)."""
@@ -38,7 +48,10 @@ def row_weights(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Te
     temperature = temperature.to(x.dtype)
     greedy = temperature == 0
     scale = torch.where(greedy, 1.0, temperature)
-    weights = torch.exp((x - row_max[:, None]) / scale[:, None])
+    weights = x - row_max[:, None]
+    if bool((scale != 1).any()):
+        weights.div_(scale[:, None])
+    weights.exp_()
     if bool(greedy.any()):
         one_hot = torch.zeros_like(weights).scatter_(1, x.argmax(dim=-1, keepdim=True), 1.0)
         weights = torch.where(greedy[:, None], one_hot, weights)

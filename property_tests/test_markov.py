@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from einops import rearrange
 from hypothesis import given
@@ -13,7 +14,7 @@ from torch import Tensor
 import dsspark
 from dsspark import MarkovHead, Uniforms
 from dsspark.testing import strategies
-from dsspark.testing.oracles import exact_law_of_row
+from dsspark.testing.oracles import exact_law_of_row, markov_logits
 
 KINDS = ["vanilla", "gated", "rnn"]
 
@@ -78,6 +79,18 @@ def test_a_drawn_token_has_positive_probability_and_it_is_told(backend, case):
             q = law[block.tokens[r, k]]
             assert q > 0
             torch.testing.assert_close(block.token_probs[r, k].double(), q, rtol=2e-4, atol=1e-30)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(case=draft_cases(), seed=st.integers(0, 1000))
+def test_rows_follow_equations_four_to_six(backend, kind, case, seed):
+    """What is kept is the base plus the bias of the tokens that were drawn, whatever the head."""
+    torch.manual_seed(seed)
+    head = MarkovHead(case.base.shape[2], 2, kind, hidden_size=case.hidden.shape[2])
+    base = case.base.float().clamp(-100, 100)
+    block = draft(replace(case, head=head), backend, base=base)
+    expected = markov_logits(base, case.anchors, block.tokens, head, case.hidden)
+    torch.testing.assert_close(block.logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @given(case=draft_cases())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dsspark._checks import as_temperature
 from dsspark.contracts import check_draft_arguments
-from dsspark.numerics import CELL, compute_dtype, row_weights
+from dsspark.numerics import CELL, compute_dtype, row_weights, rows_at_once
 from dsspark.randomness import Uniforms
 from dsspark.reference.sampling import sample_two_level
 from dsspark.types import DraftBlock
@@ -79,10 +79,43 @@ def corrected_logits(base_logits: Tensor, latent: Tensor | None, markov_w2: Tens
         markov_w2: W2, [V_draft, r], or None likewise.
     """
     dtype = compute_dtype(base_logits)
-    logits = base_logits.to(dtype)
+    bias = markov_bias(latent, markov_w2, dtype)
+    return base_logits.to(dtype) if bias is None else bias.add_(base_logits)
+
+
+def markov_bias(latent: Tensor | None, markov_w2: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return latent W2^T, [R, V_draft] in `dtype`, one product for all requests; None for a parallel-only draft."""
     if latent is None or markov_w2 is None:
-        return logits
-    return logits + F.linear(latent.to(dtype), markov_w2.to(dtype))
+        return None
+    return F.linear(latent.to(dtype), markov_w2.to(dtype))
+
+
+def _draw(
+    base_logits: Tensor, bias: Tensor | None, kept: Tensor | None, temperature: Tensor, uniforms: Tensor, cell: int
+) -> tuple[Tensor, ...]:
+    """Correct, keep and draw from the rows of one position, as many at a time as a processor's cache holds.
+
+    Args:
+        base_logits: U_k, [R, V_draft].
+        bias: B_k, [R, V_draft] float32 (float64), which is overwritten; None for a parallel-only draft.
+        kept: [R, V_draft], where the corrected logits are stored and then read, or None.
+        temperature: [R].
+        uniforms: [R, 2].
+        cell: tokens in a cell.
+
+    Returns:
+        The drawn indices, their q, and the maximum and the total of each row, [R] each.
+    """
+    count, drawn = rows_at_once(base_logits), []
+    for start in range(0, max(1, base_logits.shape[0]), count):
+        rows = slice(start, start + count)
+        logits = base_logits[rows] if bias is None else bias[rows].add_(base_logits[rows])
+        if kept is not None:
+            logits = kept[rows].copy_(logits)
+        weights, row_max, row_sum = row_weights(logits, temperature[rows])
+        index = sample_two_level(weights, uniforms[rows], cell=cell)
+        drawn.append((index, weights.gather(1, index[:, None])[:, 0] / row_sum, row_max, row_sum))
+    return tuple(torch.cat(column) for column in zip(*drawn, strict=True))
 
 
 @torch.no_grad()
@@ -139,19 +172,16 @@ def draft_block(
     state = None if head is None else head.initial_state(num_requests, base_logits.device)
 
     previous = anchors.to(torch.int64)
-    steps, stored, latents = [], [], []
+    kept = torch.empty_like(base_logits) if keep_logits else None
+    steps, latents = [], []
     for k in range(block_size):
         latent = None
         if head is not None:
             latent, state = latent_step(head, previous, None if hidden is None else hidden[:, k], state)
             latents.append(latent)
-        logits = corrected_logits(base_logits[:, k], latent, markov_w2)
-        if keep_logits:
-            logits = logits.to(base_logits.dtype)
-            stored.append(logits)
-        weights, row_max, row_sum = row_weights(logits, temperature)
-        drawn = sample_two_level(weights, uniforms.draft[:, k], cell=cell)
-        probs = weights.gather(1, drawn[:, None])[:, 0] / row_sum
+        bias = markov_bias(latent, markov_w2, compute_dtype(base_logits))
+        stored = None if kept is None else kept[:, k]
+        drawn, probs, row_max, row_sum = _draw(base_logits[:, k], bias, stored, temperature, uniforms.draft[:, k], cell)
         tokens = drawn if draft_to_target is None else draft_to_target[drawn]
         previous = torch.where(row_sum.isnan(), 0, tokens)
         steps.append((previous, probs, row_max, row_sum))
@@ -164,7 +194,7 @@ def draft_block(
         row_max=row_max,
         row_sum=row_sum,
         temperature=temperature,
-        logits=torch.stack(stored, dim=1) if keep_logits else None,
+        logits=kept,
         latent=torch.stack(latents, dim=1) if recompute else None,
         markov_w2=markov_w2 if recompute else None,
         base_logits=None if keep_logits else base_logits,

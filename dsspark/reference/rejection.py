@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsspark._checks import as_temperature
 from dsspark.contracts import check_verify_arguments
-from dsspark.numerics import CELL
+from dsspark.numerics import CELL, rows_at_once
 from dsspark.randomness import Uniforms
 from dsspark.reference.filters import select_requests, target_weights
 from dsspark.reference.markov import corrected_logits
@@ -149,43 +149,45 @@ def verify(
         tokens[requests, k] = chosen
         logprobs[requests, k] = torch.log(probs)
 
-    running = valid.nonzero()[:, 0]
-    for k in range(block_size + 1):
-        if running.numel() == 0:
-            break
-        weights, row_sum = target_weights(
-            target_logits[starts[running] + k], temperature[running], select_requests(filters, running)
-        )
-        drafted = lengths[running] > k
-        if k < block_size:
-            x = draft.tokens[running, k]
-            q_x = torch.where(drafted, draft.token_probs[running, k], 0.0)
-            in_vocab = (x >= 0) & (x < vocab_size)
-            p_x = weights.gather(1, torch.where(in_vocab, x, 0)[:, None])[:, 0] / row_sum
-            p_x = torch.where(in_vocab | row_sum.isnan(), p_x, 0.0)
-            accepted = drafted & accepts(uniforms.accept[running, k], p_x, q_x)
-            lawful = ~row_sum.isnan() & ~q_x.isnan()
-        else:
-            accepted, lawful = drafted, ~row_sum.isnan()
-        valid[running[~lawful]] = False
+    recomputed = draft.logits is None and draft.base_logits is not None
+    count = max(1, num_requests) if recomputed else rows_at_once(target_logits)
+    for running in torch.split(valid.nonzero()[:, 0], count):
+        for k in range(block_size + 1):
+            if running.numel() == 0:
+                break
+            weights, row_sum = target_weights(
+                target_logits[starts[running] + k], temperature[running], select_requests(filters, running)
+            )
+            drafted = lengths[running] > k
+            if k < block_size:
+                x = draft.tokens[running, k]
+                q_x = torch.where(drafted, draft.token_probs[running, k], 0.0)
+                in_vocab = (x >= 0) & (x < vocab_size)
+                p_x = weights.gather(1, torch.where(in_vocab, x, 0)[:, None])[:, 0] / row_sum
+                p_x = torch.where(in_vocab | row_sum.isnan(), p_x, 0.0)
+                accepted = drafted & accepts(uniforms.accept[running, k], p_x, q_x)
+                lawful = ~row_sum.isnan() & ~q_x.isnan()
+            else:
+                accepted, lawful = drafted, ~row_sum.isnan()
+            valid[running[~lawful]] = False
 
-        final = lawful & ~accepted  # rejected here, or every draft was accepted and this is the bonus row
-        if bool(final.any()):
-            requests = running[final]
-            p = weights[final] / row_sum[final, None]
-            rejected = drafted[final]
-            law = p
-            if bool(rejected.any()):
-                law = p.clone()
-                q = draft_law(draft, requests[rejected], k, vocab_size).to(p.dtype)
-                law[rejected] = residual(p[rejected], q)
-            chosen = sample_two_level(law, uniforms.final[requests], cell=cell)
-            emit(requests, k, chosen, p.gather(1, chosen[:, None])[:, 0])
-            num_accepted[requests] = k
-        keep = lawful & accepted
-        running = running[keep]
-        if k < block_size and running.numel():
-            emit(running, k, x[keep], p_x[keep])
+            final = lawful & ~accepted  # rejected here, or every draft was accepted and this is the bonus row
+            if bool(final.any()):
+                requests = running[final]
+                p = weights[final] / row_sum[final, None]
+                rejected = drafted[final]
+                law = p
+                if bool(rejected.any()):
+                    law = p.clone()
+                    q = draft_law(draft, requests[rejected], k, vocab_size).to(p.dtype)
+                    law[rejected] = residual(p[rejected], q)
+                chosen = sample_two_level(law, uniforms.final[requests], cell=cell)
+                emit(requests, k, chosen, p.gather(1, chosen[:, None])[:, 0])
+                num_accepted[requests] = k
+            keep = lawful & accepted
+            running = running[keep]
+            if k < block_size and running.numel():
+                emit(running, k, x[keep], p_x[keep])
 
     return Verification(
         num_accepted=num_accepted,

@@ -13,6 +13,15 @@ from dsspark._checks import check_block_size, check_shape
 from dsspark.cost_table import CostTable
 
 
+def check_delay(delay: int) -> None:
+    """Raise `ValueError` unless the budget is planned from an earlier step than the one it is for."""
+    if isinstance(delay, bool) or not isinstance(delay, int) or delay < 1:
+        raise ValueError(
+            f"delay: got {delay!r}, expected an int of 1 or more: a budget planned from the current survivals depends "
+            "on the tokens it admits, which leaks and changes the output law; use schedule(...) for no delay"
+        )
+
+
 class DelayedScheduler:
     """Plan the budget of a step from the survivals of `delay` steps before, and admit by current survival (paper 5.2).
 
@@ -21,7 +30,7 @@ class DelayedScheduler:
 
     A request that was not there `delay` steps ago (new, or paused) is planned with the optimistic prior: survival 1
     at every position, so that it gets drafts to verify until it has a record. Requests that have left count no more.
-    The state is the last `delay` steps.
+    The state is the last `delay` steps. Ids are looked up on the host; `DeviceDelayedScheduler` keeps everything on the device.
 
     Args:
         cost_table: steps per second, on the device of the survivals.
@@ -44,11 +53,7 @@ class DelayedScheduler:
 
     def __init__(self, cost_table: CostTable, block_size: int, delay: int = 2) -> None:
         check_block_size("block_size", block_size)
-        if isinstance(delay, bool) or not isinstance(delay, int) or delay < 1:
-            raise ValueError(
-                f"delay: got {delay!r}, expected an int of 1 or more: a budget planned from the current survivals depends "
-                "on the tokens it admits, which leaks and changes the output law; use schedule(...) for no delay"
-            )
+        check_delay(delay)
         self.cost_table = cost_table
         self.block_size = block_size
         self.delay = delay

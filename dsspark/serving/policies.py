@@ -49,22 +49,34 @@ class FixedLength:
 
 @dataclass(frozen=True)
 class ConfidenceThreshold:
-    """Verify drafts as long as the survival a_k is at least `threshold` (paper figure 5).
+    """Verify drafts as long as the confidence is at least `threshold` (paper figure 5).
 
-    The decision about x_k reads a_k, hence x_1 .. x_{k-1} and never x_k, and no other request: it is non-anticipating.
+    The decision about x_k reads a_k or c_k, hence x_1 .. x_{k-1} and never x_k, and no other request: it is non-anticipating.
+    Stopping at the first position below the threshold matters: a rule that counted the positions above it anywhere in the
+    block would let c_{k+1}, which reads x_k, decide whether x_k is verified.
+
+    Args:
+        threshold: of the survival a_k, or of the conditional confidence c_k = a_k / a_{k-1}.
+        conditional: compare c_k instead of a_k. A fixed bar for c_k goes on as long as each draft is good by itself; one for
+            a_k bounds the chance that a verified draft is wasted.
 
     Raises:
         ValueError: for a threshold outside [0, 1].
     """
 
     threshold: float
+    conditional: bool = False
 
     def __post_init__(self) -> None:
         check_range("threshold", self.threshold, 0.0, 1.0, "it is a probability")
 
     def step(self, survival: Tensor, request_ids: Sequence[int]) -> Tensor:
-        """Return the number of leading positions whose survival reaches the threshold."""
-        return (survival >= self.threshold).cumprod(dim=1).sum(dim=1).to(torch.int32)
+        """Return the number of leading positions whose confidence reaches the threshold."""
+        bar: float | Tensor = self.threshold
+        if self.conditional:  # c_k >= t, multiplied out: where a_{k-1} = 0 there is no c_k, and 0 >= 0 would go on
+            before = torch.cat((torch.ones_like(survival[:, :1]), survival[:, :-1]), dim=1)
+            bar = torch.where(before > 0, self.threshold * before, torch.inf)
+        return (survival >= bar).cumprod(dim=1).sum(dim=1).to(torch.int32)
 
 
 @dataclass(frozen=True)
