@@ -53,7 +53,7 @@ def _bars(times: list[dict[str, Any]], title: str) -> Any:
         axes.bar(places, [1e3 * seconds for _, seconds in own], width=0.8 / len(names), label=name)
     labels = [f"{task}\n{largest[task]}" for task in tasks]
     axes.set(yscale="log", ylabel="milliseconds", title=title)
-    axes.set_xticks(range(len(tasks)), labels, fontsize=6)
+    axes.set_xticks(range(len(tasks)), labels, fontsize=6, rotation=25, ha="right")
     axes.legend(fontsize=7)
     return figure
 
