@@ -7,11 +7,17 @@ import importlib.util
 import hypothesis
 import pytest
 
+from dsspark.testing import strategies
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 BACKENDS = ["reference", *(["triton"] if HAS_TRITON else [])]
 
 INTERPRETED_EXAMPLES = 4
 """Examples a law gets on the interpreted kernels, where each launch costs tens of milliseconds; all of them on a GPU."""
+
+
+INTERPRETED_POINTS = 1 << 8
+"""Points of a lattice there, each a row of several launches."""
 
 
 @pytest.fixture(params=BACKENDS, scope="session")
@@ -33,8 +39,11 @@ def kernels_in_the_interpreter(request, monkeypatch):
         return
     ranking = scheduler.Config(block_sort=0, own_r=2, other_r=2, block_n=4, block_r=2)
     monkeypatch.setattr(scheduler, "choose_config", lambda *sizes: ranking)
+    monkeypatch.setattr(strategies, "MOST_POINTS", INTERPRETED_POINTS)
     name = "_hypothesis_internal_use_settings"
     current = getattr(request.function, name, None)
     if current is not None:
         fewer = min(current.max_examples, INTERPRETED_EXAMPLES)
-        monkeypatch.setattr(request.function, name, hypothesis.settings(current, max_examples=fewer))
+        rare = [hypothesis.HealthCheck.filter_too_much, hypothesis.HealthCheck.too_slow]  # small lattices are rare
+        settings = hypothesis.settings(current, max_examples=fewer, suppress_health_check=rare)
+        monkeypatch.setattr(request.function, name, settings)

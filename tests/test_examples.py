@@ -18,6 +18,7 @@ MODULES = [
     "dsspark.randomness",
     "dsspark.cost_table",
     "dsspark.serving.delayed",
+    "dsspark.serving.delayed_device",
     *(f"dsspark.reference.{info.name}" for info in pkgutil.iter_modules(dsspark.reference.__path__)),
 ]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

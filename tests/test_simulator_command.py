@@ -37,6 +37,8 @@ def test_a_run_writes_numbers_tables_and_figures(tmp_path, capsys):
     assert str(tmp_path) not in (out / "simulate.json").read_text(encoding="utf-8")
     text = (out / "simulate.md").read_text(encoding="utf-8")
     assert "simulated" in text
+    points = (out / "points.md").read_text(encoding="utf-8")
+    assert points.count("| delayed |") == points.count("| mtp-1 |") == 2
     printed = capsys.readouterr().out
     assert "delayed" in printed
     assert "paper (self-reported)" in printed

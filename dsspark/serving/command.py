@@ -6,7 +6,7 @@
     python -m dsspark simulate --profile --traces shipped --users 1 4 16 32
     python -m dsspark simulate --model v4-flash --users 1024 --rate 100 200 400
 
-Writes simulate.json, simulate.md and PNG figures into --out.
+Writes simulate.json, simulate.md, points.md and PNG figures into --out.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     report.write_json(args.out / "simulate.json", systems, settings, seconds)
     (args.out / "simulate.md").write_text(report.markdown(systems), encoding="utf-8")
+    (args.out / "points.md").write_text(report.points_markdown(systems), encoding="utf-8")
     console.print(f"{seconds:.0f} s; wrote {args.out / 'simulate.json'}, simulate.md and the figures", soft_wrap=True)
     return 0
 
@@ -262,5 +263,4 @@ def _print(found: SystemReport, console: Console) -> None:
     for row in report.outcome_rows(found.curves):
         table.add_row(*row)
     console.print(table)
-    text = report.markdown([replace(found, curves=dict.fromkeys(found.curves, ()))])
-    console.print(text.partition("All points:")[0], markup=False, highlight=False, soft_wrap=True)
+    console.print(report.markdown([found]), markup=False, highlight=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import dsspark
 from dsspark.serving.experiment import Match
 from dsspark.serving.sensitivity import BASELINE_USERS, Sensitivity
 from dsspark.serving.simulator import Outcome
@@ -54,6 +56,8 @@ def write_json(path: Path, systems: Sequence[SystemReport], settings: Mapping[st
     """Write everything, with every assumption and its source."""
     content = {
         "simulated": True,
+        "dsspark": dsspark.__version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "settings": settings,
         "wall_clock_seconds": seconds,
         "limits": ASSUMPTIONS,
@@ -113,7 +117,7 @@ def _verdict(value: object) -> str:
 
 
 def markdown(systems: Sequence[SystemReport]) -> str:
-    """Return the tables of all systems."""
+    """Return what was found about all systems."""
     lines: list[str] = []
     for system in systems:
         lines += [
@@ -152,5 +156,13 @@ def markdown(systems: Sequence[SystemReport]) -> str:
         if system.at_speed:
             lines += ["Throughput at the target speed (tokens/s):", ""]
             lines += _table(("policy", "tokens/s"), [[name, _number(value)] for name, value in system.at_speed.items()])
-        lines += ["All points:", "", *_table(OUTCOME_HEADER, outcome_rows(system.curves))]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def points_markdown(systems: Sequence[SystemReport]) -> str:
+    """Return every simulated point of all systems."""
+    parts = [
+        "\n".join((f"### {system.name} (simulated)", "", *_table(OUTCOME_HEADER, outcome_rows(system.curves))))
+        for system in systems
+    ]
+    return "\n".join(parts).rstrip("\n") + "\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class Library:
         scheduler: makes a scheduler from a cost table and gamma.
         noise: which of the rounds' uniforms a round uses.
         survival: what the scheduler is shown.
+        dtype: of the logits of the oracle check; kernels take no float64.
+        brief: whether the checks of laws keep to their smallest lattices: for interpreted kernels, where a row costs milliseconds.
     """
 
     draft_block: Callable[..., DraftBlock] = dsspark.draft_block
@@ -53,6 +56,16 @@ class Library:
     scheduler: Callable[[CostTable, int], Scheduler] = scheduler_maker(dsspark.schedule)[0]
     noise: Noise = fresh_noise
     survival: SurvivalFn = law_survival
+    dtype: torch.dtype = torch.float64
+    brief: bool = False
+
+    @classmethod
+    def on(cls, backend: str, **changes: Any) -> Library:
+        """Return the library whose every part runs on one backend."""
+        names = ("draft_block", "verify", "admit", "fit_sts", "expected_calibration_error")
+        parts: dict[str, Any] = {name: partial(getattr(dsspark, name), backend=backend) for name in names}
+        parts["scheduler"] = scheduler_maker(partial(dsspark.schedule, backend=backend))[0]
+        return cls(**{**parts, **changes})
 
     def stages(self, **changes: Any) -> Stages:
         """Return the stages of a round made of this library."""
@@ -101,6 +114,12 @@ def law_check(library: Library, seed: int) -> str | None:
         (two, library.stages(cell=2, draft_temperature=2.0)),
         (narrow, library.stages(cell=2)),
     ]
+    if library.brief:
+        cases = [
+            (three, library.stages(cell=1, temperature=0.5, draft_temperature=2.0)),
+            (two, library.stages(cell=2)),
+            (narrow, library.stages(cell=1)),
+        ]
     anchor = seed % 2
     return _first(_deviation(law, stages, (anchor,)) for law, stages in cases)
 
@@ -115,12 +134,12 @@ def filtered_law_check(library: Library, seed: int) -> str | None:
         unfiltered = torch.where(target_logits == -torch.inf, least, target_logits)
         return library.verify(unfiltered, *args, filters=Filters(top_k=2), **kwargs)
 
-    return _deviation(law, library.stages(cell=2, verify=verify), (seed % 3,))
+    return _deviation(law, library.stages(cell=1 if library.brief else 2, verify=verify), (seed % 3,))
 
 
 def bisected_law_check(library: Library, seed: int) -> str | None:
     """Thresholds and breakpoints on rows of 37 tokens with probabilities down to 1e-9."""
-    target, draft, bonus = threshold_rows(seed)
+    target, draft, bonus = threshold_rows(seed, 12 if library.brief else 37)
     error = law_error(target, draft, bonus, cell=8, draft_fn=library.draft_block, verify_fn=library.verify)
     if error.final_varies or error.max_threshold_ulps > _MAX_ULPS or error.in_eps > _MAX_EPS:
         return str(error)
@@ -150,6 +169,17 @@ def joint_law_check(library: Library, seed: int) -> str | None:
     def with_scheduler(law: GridLaw, sps: Sequence[float]) -> Stages:
         return library.stages(cell=2, scheduler=lambda: library.scheduler(CostTable([1.0, *sps]), law.block_size))
 
+    if library.brief:
+        once = GridLaw(target=chain.target, draft=chain.draft)
+        certainly = GridLaw(target=((1, 1), (1, 1)), draft=((1, 0), (0, 1)))
+        brief = [
+            _deviation(certainly, library.stages(cell=2), anchors),
+            _deviation(once, library.stages(cell=2), anchors),
+            _deviation(once, library.stages(cell=2), (seed % 2,), rounds=2),
+        ]
+        even = GridLaw.independent((1, 1), (1, 1), 2, ((1.0, 1.0), certain))
+        smaller = [(even if law is tied else law, who, sps) for law, who, sps in scheduled]
+        return _first([*brief, *(_deviation(law, with_scheduler(law, sps), who) for law, who, sps in smaller)])
     complaints = [
         _deviation(biased, library.stages(cell=2), anchors),
         _deviation(chain, library.stages(cell=2), anchors),
@@ -216,15 +246,18 @@ def oracle_check(library: Library, seed: int) -> str | None:
     """Drafted rows equal equations 4 to 6 written out by hand, for every kind of head."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        base, hidden = torch.randn(3, 5, 11, dtype=torch.float64), torch.randn(3, 5, 4, dtype=torch.float64)
+        base, hidden = (torch.randn(3, 5, n, dtype=torch.float64).to(library.dtype) for n in (11, 4))
         anchors = torch.tensor([1, 7, 10])
         uniforms = Uniforms.draw(3, 5)
-        heads = [dsspark.MarkovHead(11, 3, kind, hidden_size=4).double() for kind in ("vanilla", "gated", "rnn")]
+        heads = [
+            dsspark.MarkovHead(11, 3, kind, hidden_size=4).to(library.dtype) for kind in ("vanilla", "gated", "rnn")
+        ]
+    tolerance = 1e-9 if library.dtype == torch.float64 else 1e-5
     for head in heads:
         block = library.draft_block(base, anchors, head, uniforms, hidden=hidden, cell=4)
         logits = oracles.markov_logits(base, anchors, block.tokens, head, hidden)
         assert block.logits is not None
-        if not torch.allclose(block.logits, logits, rtol=1e-9, atol=1e-9):
+        if not torch.allclose(block.logits, logits, rtol=tolerance, atol=tolerance):
             return f"{head.kind} head: logits are off by {float((block.logits - logits).abs().max()):.3g}"
     return None
 

@@ -31,16 +31,21 @@ class Mutant:
     @property
     def library(self) -> Library:
         """The library with the fault in it."""
-        return replace(Library(), **self.parts)
+        return self.in_library(Library())
+
+    def in_library(self, base: Library) -> Library:
+        """Return another library with the fault in it."""
+        return replace(base, **self.parts)
 
     @property
     def checks(self) -> tuple[str, ...]:
         """The names in `check`."""
         return tuple(name.strip() for name in self.check.split(","))
 
-    def complaint(self, seed: int = 0) -> str | None:
-        """Return what its check says of it; None if it survives it (any of them)."""
-        complaints = [CHECKS[name](self.library, seed) for name in self.checks]
+    def complaint(self, seed: int = 0, base: Library | None = None) -> str | None:
+        """Return what its check says of it, planted in `base`; None if it survives it (any of them)."""
+        library = self.in_library(base or Library())
+        complaints = [CHECKS[name](library, seed) for name in self.checks]
         return None if None in complaints else complaints[0]
 
 
