@@ -14,7 +14,7 @@ ifeq ($(shell uname -s),Linux)
 COMPILE_QUICKLY := compile-quickly
 endif
 
-.PHONY: setup demo test lint bench bench-gpu traffic docs train compile compile-quickly clean
+.PHONY: setup demo test test-exhaustive lint bench bench-gpu traffic docs train compile compile-quickly clean
 
 setup: $(STAMP)
 
@@ -47,7 +47,11 @@ compile: $(STAMP) $(OLD_STAMP)
 	$(OLD_VENV)/bin/python -m dsspark compile
 
 test: lint docs $(COMPILE_QUICKLY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not exhaustive"
+
+# Planted faults around the kernels, in the interpreter.
+test-exhaustive: $(STAMP)
+	$(BIN)/python -m pytest -m exhaustive
 
 # On a CPU: references, compiled references and eager baselines, then the ratios that are claimed; the interpreter is never timed.
 bench: $(STAMP)

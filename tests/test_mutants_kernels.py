@@ -15,6 +15,8 @@ import dsspark
 from dsspark.testing.checks import CHECKS, Library
 from dsspark.testing.mutants import MUTANTS, calibration, drafting, scheduling, verification
 
+pytestmark = pytest.mark.exhaustive
+
 SEED = 0
 KERNELS = (
     "draft_block",

@@ -60,13 +60,15 @@ def choose_config(
 
     `halves` tells whether the inputs of a gated or RNN head and its matrix have one half-precision dtype.
 
-    A tile of W2 has 64 KiB where it is kept (128 KiB at a rank of 512, more than gfx942 has).
+    A tile of W2 has 64 KiB where it is kept.
     Few rows are drawn one a program; many share programs as far as their sums fit.
     """
     if product is None:
         block_v, block_r = 1024, min(4, triton.next_power_of_2(max(1, num_rows)))
-    elif product["BLOCK_K"] > STEP_FLOAT32 or product["BLOCK_K"] == product["RANK"]:
+    elif product["BLOCK_K"] == product["RANK"]:
         block_v, block_r = 128, 16
+    elif product["BLOCK_K"] > STEP_FLOAT32:  # W2 is read again for each tile of requests; narrower tiles spill
+        block_v, block_r = 64, 32
     else:  # float32: registers hold the operands
         block_v, block_r = 64, (16 if num_rows <= 16 else 32)
     tiling = Tiling.cut(vocab_size, cell, block_v)

@@ -6,7 +6,7 @@ owns requests: it finds the chunk by the sums, reads or recomputes that chunk al
 launches is the only barrier.
 
 A row of work is one position of one request: row = request * positions + (position - first_position). A Markov head needs one
-position a launch; a parallel-only draft takes all at once. Where W2 does not fit (float32, or a rank above 512) a program reads its
+position a launch; a parallel-only draft takes all at once. Where W2 does not fit (float32, or a rank above 256) a program reads its
 rows of W2 again, from cache, for each further tile of requests.
 """
 

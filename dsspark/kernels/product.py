@@ -24,7 +24,7 @@ MOST_PRODUCT_ROWS = 32
 STEP_FLOAT32 = 32
 """Factors of float32 that are multiplied at once."""
 
-_WHOLE_RANK = 512
+_WHOLE_RANK = 256
 _STEP_HALF = 64
 
 

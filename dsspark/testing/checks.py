@@ -173,13 +173,12 @@ def joint_law_check(library: Library, seed: int) -> str | None:
         once = GridLaw(target=chain.target, draft=chain.draft)
         certainly = GridLaw(target=((1, 1), (1, 1)), draft=((1, 0), (0, 1)))
         brief = [
-            _deviation(certainly, library.stages(cell=2), anchors),
-            _deviation(once, library.stages(cell=2), anchors),
+            *(_deviation(law, library.stages(cell=2), anchors) for law in (certainly, once)),
             _deviation(once, library.stages(cell=2), (seed % 2,), rounds=2),
         ]
         even = GridLaw.independent((1, 1), (1, 1), 2, ((1.0, 1.0), certain))
-        smaller = [(even if law is tied else law, who, sps) for law, who, sps in scheduled]
-        return _first([*brief, *(_deviation(law, with_scheduler(law, sps), who) for law, who, sps in smaller)])
+        scheduled[1] = (even, *scheduled[1][1:])
+        return _first([*brief, *(_deviation(law, with_scheduler(law, sps), who) for law, who, sps in scheduled)])
     complaints = [
         _deviation(biased, library.stages(cell=2), anchors),
         _deviation(chain, library.stages(cell=2), anchors),
