@@ -79,11 +79,11 @@ def corrected_logits(base_logits: Tensor, latent: Tensor | None, markov_w2: Tens
         markov_w2: W2, [V_draft, r], or None likewise.
     """
     dtype = compute_dtype(base_logits)
-    bias = markov_bias(latent, markov_w2, dtype)
+    bias = _markov_bias(latent, markov_w2, dtype)
     return base_logits.to(dtype) if bias is None else bias.add_(base_logits)
 
 
-def markov_bias(latent: Tensor | None, markov_w2: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _markov_bias(latent: Tensor | None, markov_w2: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return latent W2^T, [R, V_draft] in `dtype`, one product for all requests; None for a parallel-only draft."""
     if latent is None or markov_w2 is None:
         return None
@@ -179,7 +179,7 @@ def draft_block(
         if head is not None:
             latent, state = latent_step(head, previous, None if hidden is None else hidden[:, k], state)
             latents.append(latent)
-        bias = markov_bias(latent, markov_w2, compute_dtype(base_logits))
+        bias = _markov_bias(latent, markov_w2, compute_dtype(base_logits))
         stored = None if kept is None else kept[:, k]
         drawn, probs, row_max, row_sum = _draw(base_logits[:, k], bias, stored, temperature, uniforms.draft[:, k], cell)
         tokens = drawn if draft_to_target is None else draft_to_target[drawn]
