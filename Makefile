@@ -45,7 +45,7 @@ compile-quickly: $(STAMP)
 compile-old: $(OLD_STAMP)
 	$(OLD_VENV)/bin/python -m dsspark compile --one-per-kernel
 
-# Every variant for every architecture, with both Tritons: most of an hour on 2 cores.
+# Every variant for every architecture, with both Tritons.
 compile: $(STAMP) $(OLD_STAMP)
 	$(BIN)/python -m dsspark compile
 	$(OLD_VENV)/bin/python -m dsspark compile
