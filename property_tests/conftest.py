@@ -12,7 +12,7 @@ from dsspark.testing import strategies
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 BACKENDS = ["reference", *(["triton"] if HAS_TRITON else [])]
 
-INTERPRETED_EXAMPLES = 4
+INTERPRETED_EXAMPLES = 2
 """Examples a law gets on the interpreted kernels, where each launch costs tens of milliseconds; all of them on a GPU."""
 
 
