@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+
+import torch
 
 from benchmarks.cases import COMPETENT, PUBLIC, REFERENCE, Case
 from benchmarks.eager import count_eager
@@ -19,6 +22,7 @@ class Claim:
     Attributes:
         memory: the largest share of the other's peak memory that it may take; None says nothing.
         pairs: how many pairs of calls.
+        same: whether both must return the very same numbers, beyond the parity that every contender is checked for.
     """
 
     task: str
@@ -27,6 +31,7 @@ class Claim:
     size: Size
     memory: float | None = None
     pairs: int = 7
+    same: bool = False
 
 
 _BLOCK = Size(num_requests=64)
@@ -36,7 +41,7 @@ CLAIMS = (
     Claim(task="markov", other=COMPETENT, ratio=1.2, size=_BLOCK),
     Claim(task="rejection", other=PUBLIC, ratio=2.5, size=_BLOCK, memory=0.5),
     Claim(task="rejection", other=COMPETENT, ratio=1.0, size=_BLOCK),
-    Claim(task="calibration", other=PUBLIC, ratio=2.5, size=Size(num_requests=1, samples=200_000), pairs=3),
+    Claim(task="calibration", other=PUBLIC, ratio=2.5, size=Size(num_requests=1, samples=200_000), pairs=5, same=True),
     Claim(task="scheduler", other=COMPETENT, ratio=1.0, size=Size(num_requests=1024, block_size=16), pairs=101),
 )
 
@@ -48,12 +53,27 @@ def peak_memory(case: Case, name: str) -> int:
     return eager.peak
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread within the block."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def measure(claim: Claim) -> dict[str, object]:
-    """Check parity, time the pairs, count the memory; the record of one claim."""
+    """Check parity, time the pairs with torch's own number of threads and with one, count the memory; the record of one claim."""
     case = TASKS[claim.task][1](claim.size, "cpu")
     case.check(claim.other)
     runs = [lambda name=name: case.contenders[name].run(case.inputs) for name in (REFERENCE, claim.other)]
+    if claim.same and not torch.equal(*(run() for run in runs)):
+        raise AssertionError(f"{claim.task}: {REFERENCE} and {claim.other} do not return the same numbers")
     times = paired(*runs, pairs=claim.pairs)
+    with one_thread():
+        alone = paired(*runs, pairs=max(3, claim.pairs // 2))
     memory = None if claim.memory is None else peak_memory(case, REFERENCE) / peak_memory(case, claim.other)
     holds = times.ratio >= claim.ratio and (claim.memory is None or memory is None or memory < claim.memory)
     return {
@@ -66,6 +86,8 @@ def measure(claim: Claim) -> dict[str, object]:
         "memory": memory,
         "pairs": claim.pairs,
         **asdict(times),
+        "threads": torch.get_num_threads(),
+        "one_thread": alone.ratio,
         **case.facts,
     }
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import shutil
 import statistics
 import time
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.cases import COMPETENT, COMPILED, KERNEL, PUBLIC, REFERENCE, Case, copied
+from benchmarks.cases import COMPETENT, COMPILED, KERNEL, PUBLIC, REFERENCE, Case, Contender, copied
 from benchmarks.eager import count_eager
 from benchmarks.peers import peers_of
 from benchmarks.sizes import Size, sizes
@@ -26,10 +28,16 @@ GRAPH = ", CUDA graph"
 _ROUNDS = 5
 """Timed calls a laptop makes of each contender."""
 TIMED = {**TASKS, "round": ("round", whole_round)}
-_L2_BYTES = 128 << 20
-"""Inputs are rotated until they exceed this: more than any GPU's second-level cache."""
+_L2_BYTES = 256 << 20
+"""Written between two timed calls on a GPU: more than any second-level cache, so that nothing of the call before is left in it."""
+_EVENTS, _EVENT_SECONDS = 50, 0.3
+"""Timed calls on a GPU: so many, or as many as take so long, but 5 at least."""
 _COMPILED_TASKS = ("confidence", "scheduler", "verification, pack")
-"""Tasks whose reference a laptop compiles within seconds; a GPU run compiles all of them."""
+"""Tasks whose reference a laptop compiles within seconds."""
+_COMPILED_REQUESTS = 32
+"""The size at which a GPU compiles every reference but those that read values: one, for a size takes half a minute."""
+MEASURED = Path(__file__).parents[1] / ".benchmarks" / "measured.jsonl"
+"""A line for each measurement as it is made, for pytest-benchmark writes its file at the end: a run that is cut short is not lost."""
 
 
 def points(task: str) -> list[Any]:
@@ -41,7 +49,7 @@ def points(task: str) -> list[Any]:
         for name in names if DEVICE == "cpu" else [*names, KERNEL, KERNEL + GRAPH]:
             reason = _reason(task, size, name)
             marks = [pytest.mark.skip(reason=reason)] if reason else []
-            if not reason or "compiler" in reason:
+            if not reason or "no C++" in reason:
                 found.append(pytest.param(size, name, id=f"{size.label}-{name}", marks=marks))
     for peer in peers_of(task):
         for size in sizes(component, DEVICE) if peer.reason is None else [None]:
@@ -52,11 +60,13 @@ def points(task: str) -> list[Any]:
 
 def _reason(task: str, size: Size, name: str) -> str | None:
     """Return why a contender does not run here, or None."""
+    if task == "calibration" and name in (COMPILED, KERNEL + GRAPH):
+        return "the fit reads values on the host"
     if name == COMPILED:
-        if task == "calibration":
-            return "the fit reads values on the host"
         if DEVICE == "cpu" and (task not in _COMPILED_TASKS or size != sizes(TIMED[task][0], DEVICE)[-1]):
             return "compiles too long for a laptop"
+        if DEVICE == "cuda" and size != next(s for s in sizes(TIMED[task][0], DEVICE) if s.num_requests == _COMPILED_REQUESTS):
+            return f"compiled at R = {_COMPILED_REQUESTS} only"
         if shutil.which("g++") is None and shutil.which("clang++") is None:
             return "no C++ compiler for torch.compile"
     return None
@@ -69,10 +79,15 @@ def case_of(task: str, size: Size) -> Case:
 
 
 def rotated(case: Case) -> list[SimpleNamespace]:
-    """Return the inputs, on a GPU as many copies as no cache holds (up to eight)."""
-    if DEVICE == "cpu":
+    """Return the inputs, on a GPU and where they are small with a copy, so that no call meets what the last one left in a cache."""
+    if DEVICE == "cpu" or case.floor_bytes > _L2_BYTES:
         return [case.inputs]
-    return [case.inputs, *(copied(case.inputs) for _ in range(min(7, _L2_BYTES // max(1, case.floor_bytes))))]
+    return [case.inputs, copied(case.inputs)]
+
+
+@functools.cache
+def _flushed() -> torch.Tensor:
+    return torch.empty(_L2_BYTES, dtype=torch.uint8, device="cuda")
 
 
 @functools.cache
@@ -91,6 +106,7 @@ def timed(run: Any, device: str) -> float:
         run()
         return time.perf_counter() - start
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    _flushed().zero_()
     begin.record()
     run()
     end.record()
@@ -137,22 +153,41 @@ def _facts(case: Case, name: str, run: Any) -> dict[str, Any]:
     return facts
 
 
+def device_times(turns: Any) -> tuple[float, list[float]]:
+    """Return the median seconds by device events, and their quartiles."""
+    events: list[float] = []
+    while len(events) < 5 or (len(events) < _EVENTS and sum(events) < _EVENT_SECONDS):
+        events.append(timed(next(turns), DEVICE))
+    return statistics.median(events), statistics.quantiles(events, n=4)[::2]
+
+
+def _contender(case: Case, task: str, name: str) -> Contender:
+    """Return a contender that agrees with the reference, or skip where a peer does not, or cannot be called."""
+    peer = next((peer for peer in peers_of(task) if peer.name == name), None)
+    if peer is None:
+        case.check(name.removesuffix(GRAPH))
+        return case.contenders[name.removesuffix(GRAPH)]
+    try:
+        peer.check(case)
+        return peer.prepare(case)
+    except Exception as error:  # whatever another package raises must not cost the rest of the run
+        pytest.skip(f"{type(error).__name__}: {error}")
+
+
+def _record(facts: dict[str, Any]) -> None:
+    MEASURED.parent.mkdir(exist_ok=True)
+    with MEASURED.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(facts) + "\n")
+
+
 def measure(benchmark: Any, task: str, size: Size, name: str) -> None:
     """Check a contender, time it, and record what it moved."""
     case = case_of(task, size)
-    graph, name_of_run = name.endswith(GRAPH), name.removesuffix(GRAPH)
-    peer = next((peer for peer in peers_of(task) if peer.name == name), None)
-    contender = case.contenders[name_of_run] if peer is None else peer.prepare(case)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.compile warns of what it does not fuse
-        if peer is None:
-            case.check(name_of_run)
-        else:
-            peer.check(case)
-        inputs = rotated(case) if peer is None else [case.inputs]
-        runs = (
-            captured(contender.run, inputs) if graph else [functools.partial(contender.run, entry) for entry in inputs]
-        )
+        run = _contender(case, task, name).run
+        inputs = rotated(case)
+        runs = captured(run, inputs) if name.endswith(GRAPH) else [functools.partial(run, entry) for entry in inputs]
         facts = _facts(case, name, runs[0])
         turns = itertools.cycle(runs)
 
@@ -168,8 +203,7 @@ def measure(benchmark: Any, task: str, size: Size, name: str) -> None:
             seconds, spread = benchmark.stats.stats.median, [benchmark.stats.stats.q1, benchmark.stats.stats.q3]
         else:
             benchmark(call)
-            events = [timed(next(turns), DEVICE) for _ in range(50)]
-            spread, seconds = statistics.quantiles(events, n=4)[::2], statistics.median(events)
+            seconds, spread = device_times(turns)
     bandwidth = case.floor_bytes / seconds
     benchmark.extra_info.update(
         task=task,
@@ -181,3 +215,4 @@ def measure(benchmark: Any, task: str, size: Size, name: str) -> None:
         share_of_copy=bandwidth / copy_bandwidth(DEVICE),
         **facts,
     )
+    _record(benchmark.extra_info)

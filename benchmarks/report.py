@@ -1,16 +1,17 @@
 """The last step of `make bench`: one table of claims and times with floors, one JSON with where they come from, and
 the same table as the page that the docs include.
 
-    python -m benchmarks.report RUN.json [--claims] [--plots] [--out FILE]
+    python -m benchmarks.report RUN [--claims] [--plots] [--out FILE]
 
-RUN.json is what pytest-benchmark wrote. With --claims the paired ratios of `benchmarks.claims` are measured first.
+RUN is the JSON that pytest-benchmark wrote at its end, or the lines that the harness wrote as it went (`measured.jsonl`): they are there
+too if the run was cut short. With --claims the paired ratios of `benchmarks.claims` are measured first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +24,32 @@ from benchmarks.provenance import RESULTS, provenance, slug
 Record = dict[str, Any]
 
 
-def records(run: Mapping[str, Any]) -> list[Record]:
-    """Return what is kept of a pytest-benchmark run: a line a contender, without the raw times."""
-    kept = []
-    for entry in run["benchmarks"]:
-        stats = entry["stats"]
-        times = {"median_seconds": stats["median"], "iqr_seconds": stats["iqr"], "rounds": stats["rounds"]}
-        kept.append({**entry["extra_info"], **times})
+def records(path: Path) -> list[Record]:
+    """Return what is kept of a run: a line a contender, without the raw times."""
+    text, kept = path.read_text(encoding="utf-8"), []
+    if path.suffix == ".jsonl":
+        kept = [json.loads(line) for line in text.splitlines()]
+    else:
+        for entry in json.loads(text)["benchmarks"]:
+            stats = entry["stats"]
+            times = {"median_seconds": stats["median"], "iqr_seconds": stats["iqr"], "rounds": stats["rounds"]}
+            kept.append({**entry["extra_info"], **times})
     return sorted(kept, key=lambda record: (record["task"], record["size"]))
 
 
 def claims_table(claims: Sequence[Record]) -> str:
     """Return the paired ratios as a Markdown table."""
     lines = [
-        "| reference against | size | times faster (quartiles) | by processor time | claimed | peak memory | holds |",
-        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+        "| reference against | size | claimed | times faster (quartiles) | holds | on one thread | seconds | peak memory |",
+        "| --- | --- | ---: | ---: | --- | ---: | ---: | ---: |",
     ]
     for claim in claims:
         spread = f"{claim['ratio']:.2f} ({claim['low']:.2f} to {claim['high']:.2f})"
         memory = "" if claim["memory"] is None else f"{claim['memory']:.2f} (below {claim['claimed_memory']:g})"
         lines.append(
-            f"| {claim['task']}: {claim['other']} | {claim['size']} | {spread} | {claim['cpu_ratio']:.2f} "
-            f"| {claim['claimed']:g} | {memory} | {'yes' if claim['holds'] else 'NO'} |"
+            f"| {claim['task']}: {claim['other']} | {claim['size']} | {claim['claimed']:g} | {spread} "
+            f"| {'yes' if claim['holds'] else 'NO'} | {claim['one_thread']:.2f} "
+            f"| {claim['ours']:.4f} to {claim['theirs']:.4f} | {memory} |"
         )
     return "\n".join(lines)
 
@@ -69,7 +74,7 @@ def times_table(kept: Sequence[Record]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 1 if a claim that was measured does not hold."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
-    parser.add_argument("run", type=Path, help="the JSON that pytest-benchmark wrote")
+    parser.add_argument("run", type=Path, help="the JSON that pytest-benchmark wrote, or the lines of the harness")
     parser.add_argument("--claims", action="store_true", help="measure the ratios that are claimed")
     parser.add_argument("--plots", action="store_true", help="draw the pictures of the docs from the JSON")
     parser.add_argument(
@@ -79,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     facts = provenance(device)
     claims = list(measure_all()) if args.claims else []
-    kept = records(json.loads(args.run.read_text(encoding="utf-8")))
+    kept = records(args.run)
     out = args.out or RESULTS / slug(device) / "bench.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(
@@ -94,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     out.with_suffix(".md").write_text(page + "\n", encoding="utf-8")
     print(page)
-    if args.plots:
+    if args.plots and kept:
         draw(out, FOLDER)
     return 0 if all(claim["holds"] for claim in claims) else 1
 

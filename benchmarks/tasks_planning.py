@@ -30,9 +30,9 @@ from dsspark.reference.confidence import confidence_survival
 
 def calibration(size: Size, device: str) -> Case:
     """Fit Sequential Temperature Scaling to an over-confident head."""
-    generator = seeded()
-    logits = torch.randn(size.samples, size.block_size, generator=generator) * 2 + 1
-    truth = torch.rand(size.samples, size.block_size, generator=generator) < torch.sigmoid(logits / 2)
+    generator, shape = seeded(device), (size.samples, size.block_size)
+    logits = torch.randn(shape, generator=generator, device=device) * 2 + 1
+    truth = torch.rand(shape, generator=generator, device=device) < torch.sigmoid(logits / 2)
     grid = torch.logspace(-1, 1, size.temperatures, base=4.0)
     inputs = moved_to(SimpleNamespace(logits=logits, accepted=truth.cumprod(dim=1), grid=grid), device)
 
@@ -182,11 +182,16 @@ def attention(size: Size, device: str) -> Case:
     batch = dsspark.pack(full, drafts, full, torch.full_like(full, size.context - block), backend="reference")
     cache = size.num_requests * pages, page_size, kv_heads, head_dim
     table = torch.randperm(cache[0], generator=seeded()).view(size.num_requests, pages).int()
+    generator = seeded(device)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(size.dtype)
+
     inputs = moved_to(
         SimpleNamespace(
-            query=torch.randn(size.num_requests * block, heads, head_dim, generator=seeded()).to(size.dtype),
-            keys=torch.randn(cache, generator=seeded()).to(size.dtype),
-            values=torch.randn(cache, generator=seeded()).to(size.dtype),
+            query=normal(size.num_requests * block, heads, head_dim),
+            keys=normal(*cache),
+            values=normal(*cache),
             batch=batch,
             table=table,
             contexts=torch.full((size.num_requests,), size.context, dtype=torch.int32),

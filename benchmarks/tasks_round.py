@@ -15,7 +15,7 @@ import dsspark
 from benchmarks import floors
 from benchmarks.cases import KERNEL, REFERENCE, Case, Contender, kernel_of, moved_to, rarely, seeded
 from benchmarks.sizes import Size
-from benchmarks.tasks_sampling import block_inputs
+from benchmarks.tasks_sampling import draft_inputs
 from dsspark._dispatch import Backend
 from dsspark.reference.confidence import confidence_survival
 
@@ -35,14 +35,18 @@ def play(x: SimpleNamespace, backend: Backend) -> tuple[torch.Tensor, dsspark.Ve
 
 def whole_round(size: Size, device: str) -> Case:
     """Play a round of R requests."""
-    x, _ = block_inputs(size)
+    x, generator = draft_inputs(size, device), seeded(device)
     limit = size.num_requests * (size.block_size + 1)
-    x.hidden = torch.randn(size.num_requests, size.block_size, size.hidden_size, generator=seeded()).to(size.dtype)
-    x.weight = torch.randn(1, size.hidden_size + size.rank, generator=seeded()) / size.hidden_size**0.5
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    x.hidden = normal(size.num_requests, size.block_size, size.hidden_size).to(size.dtype)
+    x.weight = normal(1, size.hidden_size + size.rank) / size.hidden_size**0.5
     x.bias, x.temperatures = torch.full((1,), 2.0), torch.ones(size.block_size)
     x.starts = torch.zeros(size.num_requests, dtype=torch.int64)
     x.table = dsspark.CostTable(1.0 / (1.0 + torch.arange(limit + 1, dtype=torch.float64) / (2 * size.num_requests)))
-    x.target = torch.randn(limit, size.vocab_size, generator=seeded()).to(size.dtype)
+    x.target = normal(limit, size.vocab_size).to(size.dtype)
     inputs = moved_to(x, device)
 
     def agree(

@@ -11,14 +11,15 @@ from torch import Tensor
 
 import dsspark
 from benchmarks import baselines, floors
-from benchmarks.cases import COMPETENT, PUBLIC, Case, Contender, backends, moved_to, rarely, seeded
+from benchmarks.cases import COMPETENT, PUBLIC, Case, Contender, backends, rarely, seeded
 from benchmarks.sizes import Size
 from dsspark.reference.sampling import sample_two_level
 
 
-def _head(size: Size) -> dsspark.MarkovHead:
+def _head(size: Size, device: str) -> dsspark.MarkovHead:
     torch.manual_seed(0)
-    head = dsspark.MarkovHead(size.vocab_size, size.rank).requires_grad_(False).to(size.dtype)
+    with torch.device(device):
+        head = dsspark.MarkovHead(size.vocab_size, size.rank).requires_grad_(False).to(size.dtype)
     head.markov_w2.weight.mul_(4)  # a bias that moves the law
     return head
 
@@ -27,22 +28,21 @@ def _two_level(weights: Tensor, uniforms: Tensor) -> Tensor:
     return sample_two_level(weights, uniforms)
 
 
-def block_inputs(size: Size) -> tuple[SimpleNamespace, dsspark.DraftBlock]:
-    """Return what drafting takes, and the block that the reference drafts from it."""
-    generator = seeded()
-    base = torch.randn(size.num_requests, size.block_size, size.vocab_size, generator=generator).to(size.dtype)
-    inputs = SimpleNamespace(
-        base=base,
-        anchors=torch.randint(size.vocab_size, (size.num_requests,), generator=generator),
-        head=_head(size),
-        uniforms=dsspark.Uniforms.draw(size.num_requests, size.block_size, generator),
+def draft_inputs(size: Size, device: str) -> SimpleNamespace:
+    """Return what drafting takes."""
+    generator = seeded(device)
+    shape = size.num_requests, size.block_size, size.vocab_size
+    return SimpleNamespace(
+        base=torch.randn(shape, generator=generator, device=device).to(size.dtype),
+        anchors=torch.randint(size.vocab_size, shape[:1], generator=generator, device=device),
+        head=_head(size, device),
+        uniforms=dsspark.Uniforms.draw(*shape[:2], generator, device),
     )
-    return inputs, dsspark.draft_block(base, inputs.anchors, inputs.head, inputs.uniforms, backend="reference")
 
 
 def markov(size: Size, device: str, *, keep_logits: bool = True) -> Case:
     """Draft a block; the head is vanilla."""
-    inputs = moved_to(block_inputs(size)[0], device)
+    inputs = draft_inputs(size, device)
     contenders = backends(
         dsspark.draft_block, lambda x: (x.base, x.anchors, x.head, x.uniforms), keep_logits=keep_logits
     )
@@ -75,17 +75,15 @@ def markov(size: Size, device: str, *, keep_logits: bool = True) -> Case:
 
 def rejection(size: Size, device: str) -> Case:
     """Verify blocks of full length whose target is the drafter's law with noise: about 0.9 of the drafts reached are accepted."""
-    draft_inputs, block = block_inputs(size)
-    full = torch.full((size.num_requests,), size.block_size)
-    batch = dsspark.pack(draft_inputs.anchors, block.tokens, full, torch.zeros_like(full), backend="reference")
-    target = torch.randn(size.num_requests, size.block_size + 1, size.vocab_size, generator=seeded()) / 4
+    x = draft_inputs(size, device)
+    block = dsspark.draft_block(x.base, x.anchors, x.head, x.uniforms, backend="reference")
+    full = torch.full((size.num_requests,), size.block_size, device=device)
+    batch = dsspark.pack(x.anchors, block.tokens, full, torch.zeros_like(full), backend="reference")
+    shape = size.num_requests, size.block_size + 1, size.vocab_size
+    target = torch.randn(shape, generator=seeded(device), device=device) / 4
     target[:, :-1] += block.logits
-    inputs = moved_to(
-        SimpleNamespace(
-            target=target.to(size.dtype).flatten(0, 1), batch=batch, block=block, uniforms=draft_inputs.uniforms
-        ),
-        device,
-    )
+    target = target.to(size.dtype).flatten(0, 1)
+    inputs = SimpleNamespace(target=target, batch=batch, block=block, uniforms=x.uniforms)
     contenders = backends(dsspark.verify, lambda x: (x.target, x.batch, x.block, x.uniforms))
 
     def padded(x: SimpleNamespace) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 CELL = 256
 """Tokens in a cell of the two-level inverse CDF. Independent of any launch configuration."""
 
-_CACHE_ENTRIES = 1 << 18
-"""Weights that are computed at once on a CPU: small enough for a processor's cache."""
+_CACHE_ENTRIES = 1 << 20
+"""Weights that are computed at once on a CPU: few enough for a processor's last cache, enough that an operation is worth its start."""
 
 
 def rows_at_once(logits: Tensor) -> int:
@@ -45,16 +45,16 @@ def row_weights(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Te
     """
     x = logits.to(compute_dtype(logits))
     row_max = x.amax(dim=-1)
+    valid = torch.isfinite(row_max)
+    weights = x - row_max[:, None]
+    if bool((temperature == 1).all()):
+        weights.exp_()
+        return weights, row_max, torch.where(valid, weights.sum(dim=-1), torch.nan)
     temperature = temperature.to(x.dtype)
     greedy = temperature == 0
-    scale = torch.where(greedy, 1.0, temperature)
-    weights = x - row_max[:, None]
-    if bool((scale != 1).any()):
-        weights.div_(scale[:, None])
-    weights.exp_()
+    weights.div_(torch.where(greedy, 1.0, temperature)[:, None]).exp_()
     if bool(greedy.any()):
         one_hot = torch.zeros_like(weights).scatter_(1, x.argmax(dim=-1, keepdim=True), 1.0)
         weights = torch.where(greedy[:, None], one_hot, weights)
-    row_sum = weights.sum(dim=-1)
-    valid = torch.isfinite(row_max) & torch.isfinite(temperature) & (temperature >= 0)
-    return weights, row_max, torch.where(valid, row_sum, torch.nan)
+    valid = valid & torch.isfinite(temperature) & (temperature >= 0)
+    return weights, row_max, torch.where(valid, weights.sum(dim=-1), torch.nan)

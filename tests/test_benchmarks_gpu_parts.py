@@ -93,34 +93,12 @@ def test_copies_share_no_memory():
     assert torch.equal(moved_to(other, "cpu").batch.tokens, case.inputs.batch.tokens)
 
 
-def test_a_missing_peer_says_why(monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    found = peers.peers_of("rejection")
-    assert [peer.reason for peer in found] == [
-        f"{name} is not installed" for name in ("vllm", "flashinfer", "sgl_kernel")
-    ]
-    assert peers.peers_of("markov") == []
-
-
 def test_a_peers_acceptance_is_checked():
     case = TASKS["rejection"][1](Size(num_requests=32, block_size=3, vocab_size=64, rank=8), "cpu")
     arguments = {"name": "peer", "reason": None, "prepare_inputs": lambda x: x}
     peers.Peer(accepted=lambda x: peers._fresh(case), **arguments).check(case)
     with pytest.raises(AssertionError, match="mean accepted"):
         peers.Peer(accepted=lambda x: torch.zeros(32), **arguments).check(case)
-
-
-def test_peer_inputs_describe_full_blocks():
-    case = TASKS["rejection"][1](SMALL, "cpu")
-    for peer in peers.peers_of("rejection"):
-        inputs = peer.prepare_inputs(case.inputs)
-        assert torch.allclose(inputs.target.sum(dim=-1), torch.ones(3, 3))
-    tree = peers._sglang_inputs(case.inputs)
-    assert tree.following.tolist() == [[1, 2, -1]] * 3
-    assert tree.index.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    flat = peers._vllm_inputs(case.inputs)
-    assert flat.offsets.tolist() == [2, 4, 6]
-    assert flat.flat_target.shape == flat.flat_draft.shape == (6, 300)
 
 
 def test_the_size_table_is_the_one_asked_for():

@@ -299,6 +299,18 @@ def test_gradients_of_the_confidence_head():
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_the_confidence_head_as_a_module():
+    x, head = Inputs(), dsspark.ConfidenceHead(HIDDEN, RANK)
+
+    def function(hidden, w1):
+        return head(hidden, x.previous, w1)
+
+    equal_when_compiled(function, x.hidden, x.w1)
+    found, expected = (gradients(run, x.hidden, x.w1) for run in (compiled(function), function))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_operators_keep_their_promises_to_the_compiler():
     """Schemas without hidden writes or aliases, fakes with the real shapes, dtypes and strides."""
     x = Inputs()

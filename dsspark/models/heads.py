@@ -115,5 +115,13 @@ class ConfidenceHead(nn.Module):
             hidden: [R, gamma, d].
             previous_tokens: [R, gamma] int64, x_{k-1}, never x_k.
             markov_w1: [V, r], or None at rank 0.
+
+        Always by the reference, which has gradients; while `torch.compile` traces, through its operator.
         """
+        if torch.compiler.is_compiling():
+            from dsspark.ops.confidence import confidence_logits as traceable  # which imports this module
+
+            return traceable(
+                hidden, previous_tokens, markov_w1, self.proj.weight, self.proj.bias, backend="reference"
+            )
         return confidence_logits(hidden, previous_tokens, markov_w1, self.proj.weight, self.proj.bias)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from dsspark._checks import as_temperature
@@ -20,6 +21,9 @@ from dsspark.types import DraftBlock
 
 if TYPE_CHECKING:
     from dsspark.models.heads import MarkovHead
+
+_TILE = 1024
+"""Tokens in a tile of the product with W2."""
 
 
 def latent_step(
@@ -70,35 +74,58 @@ def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
     return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
 
 
-def corrected_logits(base_logits: Tensor, latent: Tensor | None, markov_w2: Tensor | None) -> Tensor:
+@torch.no_grad()
+def corrected_logits(
+    base_logits: Tensor,
+    latent: Tensor | None,
+    markov_w2: Tensor | None,
+    *,
+    out: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> Tensor:
     """Return U_k + latent W2^T, [R, V_draft], accumulated in float32 (float64 for float64 logits).
+
+    One product for all requests, in tiles of the vocabulary: on a processor a tile's result stays in the cache until it is added, and
+    each thread takes tiles of its own, which a library's product of so few rows by so many columns does not do well.
 
     Args:
         base_logits: U_k, [R, V_draft].
         latent: [R, r], or None for a parallel-only draft.
         markov_w2: W2, [V_draft, r], or None likewise.
+        out: where to write them, [R, V_draft] float32 (float64); a new tensor if None.
+        scratch: of `_scratch`, for callers with several positions; a new tensor if None.
     """
     dtype = compute_dtype(base_logits)
-    bias = _markov_bias(latent, markov_w2, dtype)
-    return base_logits.to(dtype) if bias is None else bias.add_(base_logits)
-
-
-def _markov_bias(latent: Tensor | None, markov_w2: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return latent W2^T, [R, V_draft] in `dtype`, one product for all requests; None for a parallel-only draft."""
     if latent is None or markov_w2 is None:
-        return None
-    return F.linear(latent.to(dtype), markov_w2.to(dtype))
+        return base_logits.to(dtype) if out is None else out.copy_(base_logits)
+    logits = torch.empty(base_logits.shape, dtype=dtype, device=base_logits.device) if out is None else out
+    base, corrected, latent = base_logits.flatten(0, -2), logits.flatten(0, -2), latent.flatten(0, -2).to(dtype)
+    w2, vocab_size = markov_w2.to(dtype), markov_w2.shape[0]
+    tiled = vocab_size - vocab_size % _TILE
+
+    def tiles(rows: Tensor) -> Tensor:
+        return rearrange(rows[:, :tiled], "n (t w) -> t n w", w=_TILE)
+
+    if tiled:
+        w2_tiles = rearrange(w2[:tiled], "(t w) r -> t r w", w=_TILE)
+        bias = torch.bmm(latent.expand(tiled // _TILE, -1, -1), w2_tiles, out=scratch)
+        torch.add(tiles(base), bias, out=tiles(corrected))
+    if tiled < vocab_size:
+        torch.add(base[:, tiled:], latent @ w2[tiled:].t(), out=corrected[:, tiled:])
+    return logits
 
 
-def _draw(
-    base_logits: Tensor, bias: Tensor | None, kept: Tensor | None, temperature: Tensor, uniforms: Tensor, cell: int
-) -> tuple[Tensor, ...]:
-    """Correct, keep and draw from the rows of one position, as many at a time as a processor's cache holds.
+def _scratch(base_logits: Tensor) -> Tensor:
+    """Return room for the product of one position of [R, gamma, V_draft] logits, by tiles of the vocabulary."""
+    num_requests, _, vocab_size = base_logits.shape
+    return base_logits.new_empty(vocab_size // _TILE, num_requests, _TILE, dtype=compute_dtype(base_logits))
+
+
+def _draw(logits: Tensor, temperature: Tensor, uniforms: Tensor, cell: int) -> tuple[Tensor, ...]:
+    """Draw from the rows of one position, as many at a time as a processor's cache holds.
 
     Args:
-        base_logits: U_k, [R, V_draft].
-        bias: B_k, [R, V_draft] float32 (float64), which is overwritten; None for a parallel-only draft.
-        kept: [R, V_draft], where the corrected logits are stored and then read, or None.
+        logits: corrected, [R, V_draft].
         temperature: [R].
         uniforms: [R, 2].
         cell: tokens in a cell.
@@ -106,13 +133,10 @@ def _draw(
     Returns:
         The drawn indices, their q, and the maximum and the total of each row, [R] each.
     """
-    count, drawn = rows_at_once(base_logits), []
-    for start in range(0, max(1, base_logits.shape[0]), count):
+    count, drawn = rows_at_once(logits), []
+    for start in range(0, max(1, logits.shape[0]), count):
         rows = slice(start, start + count)
-        logits = base_logits[rows] if bias is None else bias[rows].add_(base_logits[rows])
-        if kept is not None:
-            logits = kept[rows].copy_(logits)
-        weights, row_max, row_sum = row_weights(logits, temperature[rows])
+        weights, row_max, row_sum = row_weights(logits[rows], temperature[rows])
         index = sample_two_level(weights, uniforms[rows], cell=cell)
         drawn.append((index, weights.gather(1, index[:, None])[:, 0] / row_sum, row_max, row_sum))
     return tuple(torch.cat(column) for column in zip(*drawn, strict=True))
@@ -168,20 +192,28 @@ def draft_block(
     check_draft_arguments(base_logits, anchors, head, uniforms, hidden, draft_to_target, cell)
     num_requests, block_size, _ = base_logits.shape
     temperature = as_temperature(temperature, num_requests, base_logits)
+    dtype = compute_dtype(base_logits)
     markov_w2 = None if head is None else head.markov_w2.weight
+    w2 = None if markov_w2 is None else markov_w2.to(dtype)
     state = None if head is None else head.initial_state(num_requests, base_logits.device)
 
     previous = anchors.to(torch.int64)
     kept = torch.empty_like(base_logits) if keep_logits else None
+    in_place = kept is not None and kept.dtype == dtype
+    corrected = None if in_place or head is None else torch.empty_like(base_logits[:, 0], dtype=dtype)
+    scratch = None if head is None else _scratch(base_logits)
     steps, latents = [], []
     for k in range(block_size):
         latent = None
         if head is not None:
             latent, state = latent_step(head, previous, None if hidden is None else hidden[:, k], state)
             latents.append(latent)
-        bias = _markov_bias(latent, markov_w2, compute_dtype(base_logits))
         stored = None if kept is None else kept[:, k]
-        drawn, probs, row_max, row_sum = _draw(base_logits[:, k], bias, stored, temperature, uniforms.draft[:, k], cell)
+        out = stored if in_place else corrected
+        logits = corrected_logits(base_logits[:, k], latent, w2, out=out, scratch=scratch)
+        if stored is not None and not in_place:
+            logits = stored.copy_(logits)  # the token is drawn from what is stored
+        drawn, probs, row_max, row_sum = _draw(logits, temperature, uniforms.draft[:, k], cell)
         tokens = drawn if draft_to_target is None else draft_to_target[drawn]
         previous = torch.where(row_sum.isnan(), 0, tokens)
         steps.append((previous, probs, row_max, row_sum))

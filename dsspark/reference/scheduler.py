@@ -43,7 +43,7 @@ def schedule(survival: Tensor, cost_table: CostTable, *, max_tokens: int | None 
 
     Numerics: tau and Theta in float64. A NaN counts as 0, values are clamped to [0, 1], and a row that rises is
         replaced by its running minimum. Only candidates with a > 0 are admitted. Ties: position, then request.
-    Cost: one stable sort of R gamma keys; no host synchronisation.
+    Cost: one sort of R gamma values; no host synchronisation.
     Source: paper 3.2.2, Algorithm 1.
 
     Example:
@@ -52,10 +52,9 @@ def schedule(survival: Tensor, cost_table: CostTable, *, max_tokens: int | None 
         >>> schedule(torch.tensor([[0.8, 0.72]]), table).tolist()
         [0]
     """
-    order, ranked, theta = _throughput(survival, cost_table, max_tokens)
-    rises = (theta[1:] > theta[:-1]) & (ranked > 0)
-    admitted = rises.to(torch.int32).cumprod(dim=0)
-    return _lengths(order, admitted.sum(), survival)
+    candidates, ranked, theta = _throughput(survival, cost_table, max_tokens)
+    rises = (theta[1:] > theta[:-1]) & (ranked[: len(theta) - 1] > 0)
+    return _first(rises.to(torch.int32).cumprod(dim=0).sum(), candidates, ranked)
 
 
 def plan_budget(survival: Tensor, cost_table: CostTable, *, max_tokens: int | None = None) -> Tensor:
@@ -91,8 +90,8 @@ def plan_budget(survival: Tensor, cost_table: CostTable, *, max_tokens: int | No
         (2, [0])
     """
     _, ranked, theta = _throughput(survival, cost_table, max_tokens)
-    candidates = torch.where(ranked > 0, theta[1:], -torch.inf)
-    return torch.cat((theta[:1], candidates)).argmax().to(torch.int32)
+    admissible = torch.where(ranked[: len(theta) - 1] > 0, theta[1:], -torch.inf)
+    return torch.cat((theta[:1], admissible)).argmax().to(torch.int32)
 
 
 def admit(survival: Tensor, budget: int | Tensor) -> Tensor:
@@ -111,7 +110,7 @@ def admit(survival: Tensor, budget: int | Tensor) -> Tensor:
         TypeError: for dtypes that are not listed.
 
     Numerics: comparisons only; NaN, range and ties as `schedule`.
-    Cost: one stable sort of R gamma keys; no host synchronisation.
+    Cost: one sort of R gamma values; no host synchronisation.
     Source: paper 5.2.
 
     Example:
@@ -120,39 +119,44 @@ def admit(survival: Tensor, budget: int | Tensor) -> Tensor:
         [1, 2]
     """
     check_budget_arguments(survival, budget)
-    ranked, order = _rank(survival)
+    candidates = _candidates(survival)
+    ranked = _ranked(candidates)
     count = (
         (ranked > 0).sum().clamp(max=budget) if isinstance(budget, int) else torch.minimum((ranked > 0).sum(), budget)
     )
-    return _lengths(order, count, survival)
+    return _first(count, candidates, ranked)
 
 
-def _rank(survival: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sanitised survivals in order of admission, [R * gamma], and their indices in (position, request)."""
-    candidates = rearrange(_sanitise(survival), "r k -> (k r)")
-    ranked = candidates.sort(descending=True, stable=True)
-    return ranked.values, ranked.indices
+def _candidates(survival: Tensor) -> Tensor:
+    """Return survivals in [0, 1] that never rise along a row, whatever they were, [gamma, R]: what is admitted is then prefixes."""
+    finite = survival.detach().to(compute_dtype(survival)).nan_to_num(nan=0.0).clamp(0.0, 1.0)
+    return rearrange(finite.cummin(dim=1).values, "r k -> k r")
 
 
-def _sanitise(survival: Tensor) -> Tensor:
-    """Return survivals in [0, 1] that never rise along a row, whatever they were: what is admitted is then prefixes."""
-    finite = survival.detach().to(compute_dtype(survival)).nan_to_num(nan=0.0)
-    return finite.clamp(0.0, 1.0).cummin(dim=1).values
+def _ranked(candidates: Tensor) -> Tensor:
+    """Return the survivals in order of admission, [gamma * R]. Equal ones need no order yet: only their number counts."""
+    return rearrange(candidates, "k r -> (k r)").sort(descending=True).values
 
 
 def _throughput(survival: Tensor, cost_table: CostTable, max_tokens: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the order of admission, the survivals in it (as many as fit, M) and Theta_0..Theta_M in float64."""
+    """Return the candidates, their survivals ranked, and Theta_0..Theta_M in float64, with M of them within the limit."""
     fitting = check_search_arguments(survival, cost_table, max_tokens)
-    ranked, order = _rank(survival)
-    num_requests = survival.shape[0]
-    ranked = ranked[:fitting].to(torch.float64)
-    tau = num_requests + torch.cat((ranked.new_zeros(1), ranked.cumsum(dim=0)))
-    return order, ranked, tau * cost_table.sps[num_requests : num_requests + fitting + 1]
+    candidates, num_requests = _candidates(survival), survival.shape[0]
+    ranked = _ranked(candidates)
+    admitted = ranked[:fitting].to(torch.float64)
+    tau = num_requests + torch.cat((admitted.new_zeros(1), admitted.cumsum(dim=0)))
+    return candidates, ranked, tau * cost_table.sps[num_requests : num_requests + fitting + 1]
 
 
-def _lengths(order: Tensor, count: Tensor, survival: Tensor) -> Tensor:
-    """Return how many of the first `count` candidates belong to each request, [R] int32."""
-    num_requests, block_size = survival.shape
-    rank = torch.arange(order.shape[0], device=order.device)
-    admitted = torch.zeros_like(rank, dtype=torch.int32).scatter_(0, order, (rank < count).to(torch.int32))
-    return rearrange(admitted, "(k r) -> r k", k=block_size, r=num_requests).sum(dim=1, dtype=torch.int32)
+def _first(count: Tensor, candidates: Tensor, ranked: Tensor) -> Tensor:
+    """Return how many of the first `count` candidates belong to each request, [R] int32.
+
+    They are those above the last one's survival, and of those equal to it the first by (position, request) until `count` is full.
+    """
+    if ranked.numel() == 0:
+        return torch.zeros(candidates.shape[1], dtype=torch.int32, device=candidates.device)
+    last = ranked.gather(0, (count - 1).clamp(min=0)[None])
+    above, equal = candidates > last, candidates == last
+    place = rearrange(rearrange(equal, "k r -> (k r)").cumsum(dim=0), "(k r) -> k r", r=candidates.shape[1])
+    admitted = above | (equal & (place <= count - above.sum()))
+    return admitted.sum(dim=0, dtype=torch.int32)
