@@ -111,6 +111,7 @@ def test_the_report_keeps_what_counts(tmp_path, capsys, monkeypatch):
 def test_a_claim_that_does_not_hold_fails_the_report(tmp_path, monkeypatch):
     claim = {"task": "markov", "other": "x", "size": "s", "ratio": 0.9, "low": 0.8, "high": 1.0, "cpu_ratio": 0.9}
     claim |= {"claimed": 1.2, "memory": 0.4, "claimed_memory": 0.5, "holds": False}
+    claim |= {"one_thread": 0.8, "ours": 0.2, "theirs": 0.18}
     monkeypatch.setattr(report, "measure_all", lambda: [claim])
     run = tmp_path / "run.json"
     run.write_text('{"benchmarks": []}')

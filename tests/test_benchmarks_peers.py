@@ -8,6 +8,7 @@ acceptance.
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -34,7 +35,7 @@ def install(monkeypatch):
         parts = name.split(".")
         for stop in range(1, len(parts) + 1):
             module = ModuleType(".".join(parts[:stop]))
-            module.__path__ = []
+            module.__path__, module.__spec__ = [], ModuleSpec(module.__name__, None)
             monkeypatch.setitem(sys.modules, module.__name__, module)
         setattr(module, called or function.__name__, function)
 

@@ -142,7 +142,7 @@ def test_sts_equals_the_loop_over_temperatures(dtype, num_bins, generator):
 
 def test_sts_does_not_depend_on_how_samples_are_chunked(generator, monkeypatch):
     logits, accepted = overconfident(1_001, 3, generator)
-    arguments = survival(logits)[:, 0], logits[:, 1], accepted[:, 1].double(), torch.tensor(GRID), 20
+    arguments = survival(logits)[:, 0], logits[:, 1], accepted[:, 1].float(), torch.tensor(GRID), 20
     whole = calibration._grid_bin_sums(*arguments)
     monkeypatch.setattr(calibration, "_CHUNK_CELLS", 100 * len(GRID))
     parts = calibration._grid_bin_sums(*arguments)

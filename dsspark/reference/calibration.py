@@ -65,9 +65,9 @@ def fit_sts(
             0/1 or that rise along a row, a bad grid or num_bins.
         TypeError: for dtypes that are not listed.
 
-    Numerics: a_k by the float32 arithmetic of `survival` (float64 for float64 logits); sums in float64. Deterministic
-        on the CPU.
-    Cost: one pass over the samples a position for the whole grid; four temporaries of 2**17 entries. Synchronises: it is
+    Numerics: a_k, and in the search its difference from the outcome, by the float32 arithmetic of `survival` (float64 for
+        float64 logits); sums in float64. Deterministic on the CPU.
+    Cost: one pass over the samples a position for the whole grid; four temporaries of 2**18 entries. Synchronises: it is
         no hot path.
     Source: paper 3.2.1.
 
@@ -81,19 +81,18 @@ def fit_sts(
     check_sts_arguments(confidence_logits, accepted, num_bins)
     check_sts_values(confidence_logits, accepted)
     temperatures = as_grid(grid, confidence_logits.device, read=True)
-    outcomes = accepted.detach().to(torch.float64)
     logits = confidence_logits.detach().to(compute_dtype(confidence_logits))
-    columns = zip(logits.t().contiguous(), outcomes.t().contiguous(), strict=True)
+    outcomes = accepted.detach().t().to(torch.float64).contiguous()
     prefix = torch.ones_like(logits[:, 0])
     fitted = []
-    for logits_k, outcomes_k in columns:
-        sums = _grid_bin_sums(prefix, logits_k, outcomes_k, temperatures, num_bins)
+    for logits_k, outcomes_k in zip(logits.t().contiguous(), outcomes, strict=True):
+        sums = _grid_bin_sums(prefix, logits_k, outcomes_k.to(logits.dtype), temperatures, num_bins)
         fitted.append(temperatures[sums.abs().sum(dim=1).argmin()])
         prefix = prefix * torch.sigmoid(logits_k / fitted[-1].to(logits.dtype))
     chosen = torch.stack(fitted)
 
     def errors(probabilities: Tensor) -> Tensor:
-        pairs = zip(probabilities.t().contiguous(), outcomes.t().contiguous(), strict=True)
+        pairs = zip(probabilities.t().contiguous(), outcomes, strict=True)
         return torch.stack([_calibration_error(p, y, num_bins) for p, y in pairs])
 
     return STSFit(
@@ -110,13 +109,13 @@ def _grid_bin_sums(prefix: Tensor, logits: Tensor, outcomes: Tensor, temperature
     scale = temperatures.to(logits.dtype)[:, None]
     step = min(num_samples, max(1, _CHUNK_CELLS // grid_size))
     # Allocated once: fresh memory for every chunk would cost a third of the time.
-    room = [logits.new_empty(grid_size, step, dtype=kind) for kind in (logits.dtype, logits.dtype, sums.dtype, torch.int64)]
+    room = [logits.new_empty(grid_size, step, dtype=kind) for kind in (logits.dtype, sums.dtype, torch.int32, torch.int64)]
     for start in range(0, num_samples, step):
         part = slice(start, min(start + step, num_samples))
-        probability, scaled, difference, bins = (buffer[:, : part.stop - start] for buffer in room)
+        probability, difference, small, bins = (buffer[:, : part.stop - start] for buffer in room)
         torch.div(logits[part], scale, out=probability).sigmoid_().mul_(prefix[part])
-        difference.copy_(probability).sub_(outcomes[part])
-        bins.copy_(torch.mul(probability, num_bins, out=scaled))  # to an integer: towards zero
+        torch.sub(probability, outcomes[part], out=difference)
+        bins.copy_(small.copy_(probability.mul_(num_bins)))  # by way of int32, which is faster; towards zero
         sums.scatter_add_(1, bins, difference)
     sums[:, num_bins - 1] += sums[:, num_bins]  # a probability of exactly 1 belongs to the last bin
     return sums[:, :num_bins]

@@ -13,6 +13,7 @@ request cannot matter.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -134,8 +135,14 @@ def _candidates(survival: Tensor) -> Tensor:
 
 
 def _ranked(candidates: Tensor) -> Tensor:
-    """Return the survivals in order of admission, [gamma * R]. Equal ones need no order yet: only their number counts."""
-    return rearrange(candidates, "k r -> (k r)").sort(descending=True).values
+    """Return the survivals in order of admission, [gamma * R]. Equal ones need no order yet: only their number counts.
+
+    On a processor numpy sorts them: without indices to carry along it takes a tenth of torch's time.
+    """
+    flat = rearrange(candidates, "k r -> (k r)")
+    if flat.device.type == "cpu":
+        return torch.from_numpy(np.sort(flat.numpy())).flip(0)
+    return flat.sort(descending=True).values
 
 
 def _throughput(survival: Tensor, cost_table: CostTable, max_tokens: int | None) -> tuple[Tensor, Tensor, Tensor]:
