@@ -65,7 +65,9 @@ def _reason(task: str, size: Size, name: str) -> str | None:
     if name == COMPILED:
         if DEVICE == "cpu" and (task not in _COMPILED_TASKS or size != sizes(TIMED[task][0], DEVICE)[-1]):
             return "compiles too long for a laptop"
-        if DEVICE == "cuda" and size != next(s for s in sizes(TIMED[task][0], DEVICE) if s.num_requests == _COMPILED_REQUESTS):
+        if DEVICE == "cuda" and size != next(
+            s for s in sizes(TIMED[task][0], DEVICE) if s.num_requests == _COMPILED_REQUESTS
+        ):
             return f"compiled at R = {_COMPILED_REQUESTS} only"
         if shutil.which("g++") is None and shutil.which("clang++") is None:
             return "no C++ compiler for torch.compile"

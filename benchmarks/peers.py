@@ -214,9 +214,7 @@ def _vllm(x: Inputs) -> Tensor:
     """
     sample = _found("rejection_sample", VLLM)
     target = x.flat_logits if "target_logits" in inspect.signature(sample).parameters else x.flat_target
-    tokens: Tensor = sample(
-        x.flat_tokens, x.counts, x.block_size, x.offsets, x.flat_draft, target, x.bonus, x.metadata
-    )
+    tokens: Tensor = sample(x.flat_tokens, x.counts, x.block_size, x.offsets, x.flat_draft, target, x.bonus, x.metadata)
     # A corrected or bonus token follows the accepted ones; -1 pads.
     return (tokens >= 0).sum(dim=1) - 1
 

@@ -23,11 +23,7 @@ from benchmarks.cases import KERNEL, REFERENCE
 from benchmarks.sizes import Size
 
 SIZE = Size(num_requests=32, block_size=3, vocab_size=512, rank=16, hidden_size=16, samples=64, context=32)
-GRAPHS = [
-    task
-    for task in harness.TIMED
-    if harness._reason(task, SIZE, KERNEL + harness.GRAPH) is None
-]
+GRAPHS = [task for task in harness.TIMED if harness._reason(task, SIZE, KERNEL + harness.GRAPH) is None]
 
 
 def faked(value, mode):
@@ -37,6 +33,7 @@ def faked(value, mode):
     if isinstance(value, dsspark.CostTable):
         table = dsspark.CostTable.__new__(dsspark.CostTable)
         object.__setattr__(table, "sps", faked(value.sps, mode))
+        object.__setattr__(table, "provenance", {})
         return table
     if isinstance(value, dsspark.MarkovHead):
         head = SimpleNamespace(kind=value.kind, rank=value.rank, gate_proj=None, joint_proj=None)
@@ -64,7 +61,7 @@ def run_on_fake_cuda(task, name, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # the launcher asks how it is aligned
-@pytest.mark.parametrize("task", GRAPHS)
+@pytest.mark.parametrize("task", [task for task in GRAPHS if task != "round"])  # which is these, one after the other
 def test_a_graph_can_hold_the_kernels_of(task, monkeypatch):
     run_on_fake_cuda(task, KERNEL, monkeypatch)
 

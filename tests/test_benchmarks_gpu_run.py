@@ -110,8 +110,8 @@ def test_every_kernel_file_the_tuner_names_exists():
 
 def test_inputs_are_drawn_where_they_are_used():
     """Gigabytes drawn on a processor would take the minutes that the run has; on one device the draws are the same either way."""
-    from benchmarks.tasks_sampling import draft_inputs
     from benchmarks.sizes import Size
+    from benchmarks.tasks_sampling import draft_inputs
 
     size = Size(num_requests=2, block_size=2, vocab_size=32, rank=4)
     with torch.device("meta"):

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from dsspark._checks import check_shape
 from dsspark.numerics import compute_dtype
-from dsspark.reference.confidence import confidence_logits
 from dsspark.reference.markov import latent_step
 
 HeadKind = Literal["vanilla", "gated", "rnn"]
@@ -118,10 +117,7 @@ class ConfidenceHead(nn.Module):
 
         Always by the reference, which has gradients; while `torch.compile` traces, through its operator.
         """
-        if torch.compiler.is_compiling():
-            from dsspark.ops.confidence import confidence_logits as traceable  # which imports this module
+        import dsspark  # which imports this module
 
-            return traceable(
-                hidden, previous_tokens, markov_w1, self.proj.weight, self.proj.bias, backend="reference"
-            )
-        return confidence_logits(hidden, previous_tokens, markov_w1, self.proj.weight, self.proj.bias)
+        weights = self.proj.weight, self.proj.bias
+        return dsspark.confidence_logits(hidden, previous_tokens, markov_w1, *weights, backend="reference")

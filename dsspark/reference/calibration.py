@@ -109,7 +109,9 @@ def _grid_bin_sums(prefix: Tensor, logits: Tensor, outcomes: Tensor, temperature
     scale = temperatures.to(logits.dtype)[:, None]
     step = min(num_samples, max(1, _CHUNK_CELLS // grid_size))
     # Allocated once: fresh memory for every chunk would cost a third of the time.
-    room = [logits.new_empty(grid_size, step, dtype=kind) for kind in (logits.dtype, sums.dtype, torch.int32, torch.int64)]
+    room = [
+        logits.new_empty(grid_size, step, dtype=kind) for kind in (logits.dtype, sums.dtype, torch.int32, torch.int64)
+    ]
     for start in range(0, num_samples, step):
         part = slice(start, min(start + step, num_samples))
         probability, difference, small, bins = (buffer[:, : part.stop - start] for buffer in room)
