@@ -40,7 +40,7 @@ def records(path: Path) -> list[Record]:
 def claims_table(claims: Sequence[Record]) -> str:
     """Return the paired ratios as a Markdown table."""
     lines = [
-        "| reference against | size | claimed | times faster (quartiles) | holds | on one thread | seconds | peak memory |",
+        "| reference against | size | claimed | times faster (quartiles) | holds | on one thread | ours, theirs | peak memory |",
         "| --- | --- | ---: | ---: | --- | ---: | ---: | ---: |",
     ]
     for claim in claims:
@@ -49,7 +49,7 @@ def claims_table(claims: Sequence[Record]) -> str:
         lines.append(
             f"| {claim['task']}: {claim['other']} | {claim['size']} | {claim['claimed']:g} | {spread} "
             f"| {'yes' if claim['holds'] else 'NO'} | {claim['one_thread']:.2f} "
-            f"| {claim['ours']:.4f} to {claim['theirs']:.4f} | {memory} |"
+            f"| {1e3 * claim['ours']:.1f} ms, {1e3 * claim['theirs']:.1f} ms | {memory} |"
         )
     return "\n".join(lines)
 

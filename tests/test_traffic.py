@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
-from benchmarks.cases import KERNEL
+from benchmarks.cases import KERNEL, Contender
 from benchmarks.sizes import SMALL_TRAFFIC
 from benchmarks.tasks import TASKS
-from benchmarks.traffic_table import count_all, read, regressions
+from benchmarks.traffic_table import count, count_all, read, regressions
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,21 @@ def test_kernels_stay_near_the_floor_where_the_vocabulary_counts(recorded):
     # The picked cell of W2 is read again: R * 256 * (r + 1) * 2 bytes beside a W2 of 8 MiB.
     assert ratios["markov, recomputed"] <= 1.07
     assert ratios["rejection"] <= 9.6 / 9
+
+
+def test_one_more_copy_in_a_kernel_is_a_regression(recorded, monkeypatch):
+    monkeypatch.setattr(torch, "empty", torch._C._VariableFunctions.empty)
+    monkeypatch.setattr(torch, "empty_like", torch._C._VariableFunctions.empty_like)
+    case = TASKS["confidence"][1](SMALL_TRAFFIC["confidence"], "cpu")
+    before = [row for row in recorded["small"] if (row["task"], row["contender"]) == ("confidence", KERNEL)]
+    kernel = case.contenders[KERNEL].run
+
+    def counted(run):
+        contenders = {**case.contenders, KERNEL: Contender(run=run)}
+        return [count(dataclasses.replace(case, contenders=contenders), KERNEL)]
+
+    assert regressions(before, counted(kernel)) == []
+    assert "grew" in regressions(before, counted(lambda x: (x.hidden.clone(), kernel(x))[1]))[0]
 
 
 def test_a_ratio_that_grows_is_a_regression(recorded):
