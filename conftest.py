@@ -1,4 +1,4 @@
-"""Test-wide set-up: Triton's interpreter without a GPU, poisoned `torch.empty`, Hypothesis profiles, GPU marker."""
+"""Test-wide set-up: Triton's interpreter without a GPU, poisoned `torch.empty`, Hypothesis profiles, threads, GPU marker."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:  # before any kernel is decorated
     os.environ["TRITON_INTERPRET"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process a core already
+    torch.set_num_threads(1)
 
 
 def _poisoned(allocate):
