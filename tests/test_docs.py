@@ -10,7 +10,7 @@ import pytest
 
 from docs.builder import charts, results
 from docs.builder.directives import CHARTS, DIAGRAMS, TABLES
-from docs.builder.movement import movement
+from docs.builder.movement import SMALL, movement
 from docs.builder.sources import lines_of, listing, objects
 from docs.builder.svg import in_bytes
 
@@ -70,7 +70,7 @@ def test_every_component_has_a_page_with_the_fixed_headings():
         assert re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE) == HEADINGS, page.name
 
 
-@pytest.mark.parametrize("page", COMPONENTS, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", COMPONENTS, ids=lambda page: page.name)
 def test_every_equation_leads_to_lines_kernel_law_and_figure(page):
     text = page.read_text(encoding="utf-8")
     equation = text.split("## Reference")[0]
@@ -92,7 +92,7 @@ def test_a_trail_that_leads_nowhere_is_seen():
     assert broken({}, "") == ["reference", "kernel", "law", "measured"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_and_function_that_a_page_names_exists(page):
     text = page.read_text(encoding="utf-8")
     for target in SOURCE.findall(text):
@@ -173,11 +173,11 @@ def test_a_movement_diagram_shows_the_counted_bytes(task):
     assert outside(svg) == []
     shown = " ".join(text for *_, text in places(svg)[2])
     record = MOVEMENT[task]
-    assert f"{in_bytes(record['moved'])} moved; {in_bytes(record['floor'])} have to move" in shown
+    assert f"{in_bytes(record['moved'])} moved by kernels; {in_bytes(record['floor'])} have to move" in shown
     for kernel, entry in record["launches"].items():
         assert kernel in shown
         largest = max([*entry["read"].values(), *entry["written"].values()])
-        assert in_bytes(largest) in shown
+        assert in_bytes(largest) in shown or largest < SMALL * record["moved"]
 
 
 def test_a_text_that_leaves_the_frame_is_seen():

@@ -24,7 +24,9 @@ WIDTH = 96
 
 def picture(results: Results) -> str:
     """Return the legend, the first transcript and the findings as the SVG of a terminal, without fonts from elsewhere."""
-    console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False, force_terminal=True, color_system="truecolor")
+    console = Console(
+        record=True, width=WIDTH, file=io.StringIO(), highlight=False, force_terminal=True, color_system="truecolor"
+    )
     console.print(terminal.legend())
     console.print(terminal.transcript_view(results.transcripts[0]))
     console.print(terminal.findings(results))

@@ -171,7 +171,7 @@ def barrier() -> str:
     step, left = 118, 96
     canvas = Canvas(
         left + step * len(SURVIVALS) + 4,
-        306,
+        330,
         "The causal barrier: a budget is planned from survivals of two steps before",
     )
     for y, text in ((58, "drafted"), (128, "survival a"), (210, "lengths")):

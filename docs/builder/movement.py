@@ -60,12 +60,10 @@ def movement(task: dict[str, Any]) -> str:
     for kernel, count, (read, written), top, height in places:
         canvas.rect(310, top, 180, height, "box", radius=8)
         canvas.block(400, top + height / 2, [kernel, f"{count} launch{'es' if count > 1 else ''}"])
-        _side(canvas, read, top, height, scale, edge=310, outer=240, style="flow-in", anchor="end")
-        _side(canvas, written, top, height, scale, edge=490, outer=560, style="flow-out", anchor="start")
+        _side(canvas, read, top, height, scale, 310, 240, "flow-in")
+        _side(canvas, written, top, height, scale, 490, 560, "flow-out")
     floor = task["floor"]
-    text = (
-        f"{in_bytes(whole)} moved; {in_bytes(floor)} have to move: {whole / floor:.2f} times the floor ({task['size']})"
-    )
+    text = f"{in_bytes(whole)} moved by kernels; {in_bytes(floor)} have to move: {whole / floor:.2f} times the floor ({task['size']})"
     canvas.text(400, y + 6, text, "strong")
     return canvas.svg()
 
@@ -75,25 +73,14 @@ def _height(bands: list[Band], scale: float) -> float:
 
 
 def _side(
-    canvas: Canvas,
-    bands: list[Band],
-    top: float,
-    height: float,
-    scale: float,
-    *,
-    edge: float,
-    outer: float,
-    style: str,
-    anchor: str,
+    canvas: Canvas, bands: list[Band], top: float, height: float, scale: float, edge: float, outer: float, style: str
 ) -> None:
-    """Draw the bands of one side of a kernel, from its edge outwards."""
+    """Draw the bands of one side of a kernel, from its edge outwards, each with its name and bytes."""
     y = top + (height - _height(bands, scale)) / 2
-    inner = top + height / 2 - sum(max(1.5, count * scale) for _, count in bands) / 2
+    outwards = 8 if outer > edge else -8
     for name, count in bands:
         room, width = max(20.0, count * scale + 4), max(1.5, count * scale)
-        start, end = (outer, y + room / 2), (edge, inner + width / 2)
-        canvas.curve(start, end, style, width=width)
-        gap = -8 if anchor == "end" else 8
-        canvas.text(outer + gap, y + room / 2, f"{name}  {in_bytes(count)}", anchor=anchor)
+        canvas.rect(min(edge, outer), y + (room - width) / 2, abs(outer - edge), width, style, radius=0)
+        anchor = "start" if outer > edge else "end"
+        canvas.text(outer + outwards, y + room / 2, f"{name}  {in_bytes(count)}", anchor=anchor)
         y += room
-        inner += width

@@ -61,7 +61,8 @@ def lines_of(target: str) -> tuple[int, int]:
         LookupError: if there is no such file or object.
     """
     path, _, name = target.partition("::")
-    if path.split("/")[0] not in FOLDERS or not (ROOT / path).is_file():
+    parts = Path(path).parts
+    if not parts or parts[0] not in FOLDERS or ".." in parts or not (ROOT / path).is_file():
         raise LookupError(f"{target}: there is no such Python file under {', '.join(FOLDERS)}")
     if not name:
         return 1, len((ROOT / path).read_text(encoding="utf-8").splitlines())
