@@ -109,7 +109,7 @@ def training_table() -> str:
         "held-out loss": ", ".join(f"{name} {x:.2f}" for name, x in facts["held_out_nats_per_byte"].items())
         + " nats a byte",
         "rounds": f"{facts['rounds']['fitted']:,} for the temperatures, {facts['rounds']['tested']:,} for the tables here",
-        "time": f"{sum(facts['minutes'].values()):.0f} minutes on {machine['cores']} cores ({machine['torch']})",
+        "time": f"{sum(facts['minutes'].values()):.0f} minutes on {machine['cores']} cores (torch {machine['torch']})",
     }
     return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {text} |" for name, text in rows.items())])
 
