@@ -20,6 +20,7 @@ from dsspark.training.corpus import DOMAINS, held_out_prompts
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--prompts", type=int, default=12, help="of each domain (default 12)")

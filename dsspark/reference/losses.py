@@ -49,8 +49,15 @@ def position_weights(
 ) -> Tensor:
     """Return exp(-k / decay) for k = 0..gamma - 1, [gamma]: an early rejection wastes the rest of the block.
 
+    Args:
+        block_size: gamma.
+        decay: positions over which the weight falls by a factor e; infinite for equal weights.
+        dtype, device: of the result.
+
     Raises:
         ValueError: for a block size outside 1..32 or a decay that is not positive.
+
+    Source: paper 3.3; the constant of the public code.
     """
     check_block_size("block_size", block_size)
     if not decay > 0:
@@ -70,6 +77,8 @@ def l1_distance(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 
     Raises:
         ValueError: for shapes that differ.
+
+    Source: paper 3.3, eq. 12.
     """
     check_shape("target_logits", target_logits, tuple(draft_logits.shape))
     dtype = compute_dtype(draft_logits)
@@ -81,13 +90,24 @@ def l1_distance(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 def acceptance_label(distance: Tensor) -> Tensor:
     r"""Return $c^* = 1 - \tfrac12 |q - p|_1 = \sum_v \min(q(v), p(v))$, detached (paper eq. 8).
 
+    Args:
+        distance: $|q - p|_1$ of `l1_distance`, any shape.
+
     Numerics: clamped to [0, 1], which rounding may leave by an ulp and binary cross-entropy must not see.
+    Source: paper 3.3, eq. 8.
     """
     return (1 - 0.5 * distance.detach()).clamp(0, 1)
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Return sum(w * x) / sum(w); 0 where no slot has any weight. A slot of weight 0 may hold NaN."""
+    """Return sum(w * x) / sum(w), a scalar; 0 where no slot has any weight. A slot of weight 0 may hold NaN.
+
+    Args:
+        values: x, any shape.
+        weights: w >= 0, the same shape.
+
+    Source: paper 3.3, eq. 12.
+    """
     values = torch.where(weights > 0, values, 0.0)
     return (values * weights).sum() / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
 

@@ -45,6 +45,8 @@ def latent_step(
 
     Raises:
         ValueError: if a gated or RNN head gets no hidden states.
+
+    Source: paper section 3.1, equations 5 and 6; the gated head is in the public code only.
     """
     embedding = head.markov_w1.weight[previous_tokens]
     if head.kind == "vanilla":
@@ -77,6 +79,8 @@ def corrected_logits(base_logits: Tensor, latent: Tensor | None, markov_w2: Tens
         base_logits: U_k, [R, V_draft].
         latent: [R, r], or None for a parallel-only draft.
         markov_w2: W2, [V_draft, r], or None likewise.
+
+    Source: paper section 3.1, equation 4.
     """
     dtype = compute_dtype(base_logits)
     bias = _markov_bias(latent, markov_w2, dtype)
