@@ -16,7 +16,7 @@ from dsspark.models.target import TargetLM
 from dsspark.reference.calibration import fit_sts
 from dsspark.serving.policies import ConfidenceThreshold, Policy
 from dsspark.training.corpus import DOMAINS, Document, Domain, held_out_prompts
-from dsspark.training.evaluate import RoundRecord, pooled, run_rounds
+from dsspark.training.evaluate import RoundRecord, pooled, run_rounds, split
 from dsspark.training.pretrain import load_streams
 
 
@@ -55,25 +55,21 @@ class Exam:
         return dealt[self.study.prompts :] if fit else dealt[: self.study.prompts]
 
     def rounds(
-        self,
-        drafter: AnyDrafter,
-        domain: Domain,
-        seed: int,
-        temperature: float,
-        *,
-        fit: bool = False,
-        policy: Policy | None = None,
-    ) -> RoundRecord:
-        """Decode a seed's prompts of a domain."""
-        return run_rounds(
+        self, drafter: AnyDrafter, seed: int, temperature: float, *, fit: bool = False, policy: Policy | None = None
+    ) -> dict[Domain, RoundRecord]:
+        """Decode a seed's prompts of all domains in one batch."""
+        prompts = {domain: self.prompts(domain, seed, fit=fit) for domain in DOMAINS}
+        record = run_rounds(
             view_for(self.target, drafter),
             drafter,
-            self.prompts(domain, seed, fit=fit),
+            [document for part in prompts.values() for document in part],
             max_new_tokens=self.study.max_new_tokens,
             temperature=temperature,
-            seed=1_000_000 * (seed + 1) + 100_000 * fit + 10_000 * DOMAINS.index(domain),
+            seed=1_000_000 * (seed + 1) + 100_000 * fit,
+            batch_size=64,
             policy=policy,
         )
+        return dict(zip(prompts, split(record, [len(part) for part in prompts.values()]), strict=True))
 
 
 def totals(record: RoundRecord) -> dict[str, Any]:
@@ -90,31 +86,33 @@ def measure_drafter(exam: Exam, spec: Spec, drafter: AnyDrafter, seed: int) -> d
         "teacher_forced": domain -> mean acceptance by position at temperature 1; for the DSpark of Table 1 also "confidence"
         (see `judge_confidence`) and "thresholds": domain -> one dict of counts a threshold.
     """
-    rounds: dict[str, dict[str, Any]] = {}
-    sampled: list[RoundRecord] = []
-    teacher: dict[str, Any] = {}
-    for domain in DOMAINS:
-        sampled.append(exam.rounds(drafter, domain, seed, 1.0))
-        rounds[domain] = {"1": totals(sampled[-1]), "0": totals(exam.rounds(drafter, domain, seed, 0.0))}
-        acceptance = teacher_forced_acceptance(
-            exam.target, drafter, exam.texts[domain], prefix=exam.study.text_prefix, anchors_per_text=12
-        )
-        teacher[domain] = as_json(torch.from_numpy(acceptance).nanmean(dim=0))
-    result: dict[str, Any] = {"rounds": rounds, "teacher_forced": teacher}
+    sampled, greedy = (exam.rounds(drafter, seed, temperature) for temperature in (1.0, 0.0))
+    result: dict[str, Any] = {
+        "rounds": {domain: {"1": totals(sampled[domain]), "0": totals(greedy[domain])} for domain in DOMAINS},
+        "teacher_forced": {domain: _teacher_forced(exam, drafter, domain) for domain in DOMAINS},
+    }
     if spec == DSPARK and isinstance(drafter, DSparkDrafter):
-        fitted = pooled([exam.rounds(drafter, domain, seed, 1.0, fit=True) for domain in DOMAINS])
+        fitted = pooled(list(exam.rounds(drafter, seed, 1.0, fit=True).values()))
         assert fitted.confidence_logits is not None
         temperatures = fit_sts(fitted.confidence_logits, fitted.accepted).temperatures
         drafter.set_sts_temperatures(temperatures)
-        result["confidence"] = judge_confidence(pooled(sampled), temperatures, resamples=20)
-        result["thresholds"] = {domain: _threshold_sweep(exam, drafter, domain, seed) for domain in DOMAINS}
+        result["confidence"] = judge_confidence(pooled(list(sampled.values())), temperatures, resamples=20)
+        result["thresholds"] = _threshold_sweep(exam, drafter, seed)
     return result
 
 
-def _threshold_sweep(exam: Exam, drafter: AnyDrafter, domain: Domain, seed: int) -> list[dict[str, Any]]:
+def _teacher_forced(exam: Exam, drafter: AnyDrafter, domain: Domain) -> Any:
+    """Return the mean acceptance by position over a domain's texts."""
+    prefix, texts = exam.study.text_prefix, exam.texts[domain]
+    acceptance = teacher_forced_acceptance(exam.target, drafter, texts, prefix=prefix, anchors_per_text=12)
+    return as_json(torch.from_numpy(acceptance).nanmean(dim=0))
+
+
+def _threshold_sweep(exam: Exam, drafter: AnyDrafter, seed: int) -> dict[str, list[dict[str, Any]]]:
     """Return real rollouts under each confidence threshold (paper figure 5)."""
-    return [
-        {"threshold": threshold}
-        | totals(exam.rounds(drafter, domain, seed, 1.0, policy=ConfidenceThreshold(threshold)))
-        for threshold in exam.study.thresholds
-    ]
+    sweep: dict[str, list[dict[str, Any]]] = {domain: [] for domain in DOMAINS}
+    for threshold in exam.study.thresholds:
+        records = exam.rounds(drafter, seed, 1.0, policy=ConfidenceThreshold(threshold))
+        for domain, record in records.items():
+            sweep[domain].append({"threshold": threshold} | totals(record))
+    return sweep

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dsspark.models.drafters import DRAFTERS
 from dsspark.training.loop import Schedule
@@ -31,24 +31,23 @@ class Spec:
         return f"{self.name}_g{self.block_size}_l{self.num_layers}"
 
 
-TABLE_1 = (
-    Spec("mtp-1", 1, 1),
-    Spec("eagle3", GAMMA, 1),
-    *(Spec(name) for name in DRAFTERS if name not in ("mtp-1", "eagle3")),
-)
-DSPARK, DFLASH, EAGLE3 = Spec("dspark"), Spec("dflash"), Spec("eagle3", GAMMA, 1)
+DSPARK, DFLASH, EAGLE3, MTP = Spec("dspark"), Spec("dflash"), Spec("eagle3", GAMMA, 1), Spec("mtp-1", 1, 1)
+DEEP_DFLASH = Spec("dflash", num_layers=5)
+TABLE_1 = (MTP, EAGLE3, *(Spec(name) for name in DRAFTERS if name not in ("mtp-1", "eagle3")))
+VARIANTS = tuple(spec for spec in TABLE_1 if spec not in (MTP, EAGLE3, DFLASH, DSPARK))
+"""Drafters of Table 1 about which nothing is claimed."""
 
 
 def depths(reduced: bool) -> tuple[Spec, ...]:
-    """Return the drafters of figure 3; the claim is the first against the last."""
-    if reduced:
-        return (DSPARK, DFLASH, Spec("dflash", num_layers=5))
-    return (*(Spec("dspark", num_layers=n) for n in (1, 2, 5)), *(Spec("dflash", num_layers=n) for n in (1, 2, 5)))
+    """Return the drafters of figure 3, DSpark's first."""
+    layers = ((DEPTH,), (DEPTH, 5)) if reduced else ((1, DEPTH, 5), (1, DEPTH, 5))
+    names = ("dspark", "dflash")
+    return tuple(Spec(name, num_layers=n) for name, numbers in zip(names, layers, strict=True) for n in numbers)
 
 
-def lengths(name: str) -> tuple[Spec, ...]:
-    """Return the drafters of figure 4 of one kind: gamma 3, 7, 11, 15 (the paper counts the anchor: 4, 8, 12, 16)."""
-    return tuple(Spec(name, block_size=gamma) for gamma in (3, 7, 11, 15))
+def lengths(name: str, reduced: bool) -> tuple[Spec, ...]:
+    """Return the drafters of figure 4 of one kind by gamma; the paper counts the anchor: 4, 8, 12, 16."""
+    return tuple(Spec(name, block_size=gamma) for gamma in ((3, GAMMA, 15) if reduced else (3, GAMMA, 11, 15)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,20 +84,30 @@ class Study:
     text_prefix: int = 64
     thresholds: tuple[float, ...] = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
     latency_batches: tuple[int, ...] = (1, 16)
-    extra: tuple[Spec, ...] = field(default=())
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """Every drafter once: those of Table 1 first."""
-        wanted = (*TABLE_1, *depths(self.reduced), *lengths("dflash"), *lengths("dspark"), *self.extra)
+        """Every drafter once, those that most claims need first."""
+        gammas = zip(*(reversed(lengths(name, self.reduced)) for name in ("dspark", "dflash")), strict=True)
+        longer = (spec for pair in gammas for spec in pair)
+        wanted = (DSPARK, DFLASH, EAGLE3, DEEP_DFLASH, *longer, MTP, *depths(self.reduced), *VARIANTS)
         return tuple(dict.fromkeys(wanted))
+
+    @property
+    def runs(self) -> tuple[tuple[Spec, int], ...]:
+        """Every drafter and seed to train, in this order; the reduced study trains the variants with one seed."""
+        return tuple(
+            (spec, seed)
+            for spec in self.specs
+            for seed in (self.seeds[:1] if self.reduced and spec in VARIANTS else self.seeds)
+        )
 
 
 def reduced_study() -> Study:
-    """Return the study of 15 minutes on two cores."""
+    """Return the study of 15 minutes on two idle cores."""
     return Study(
         reduced=True,
-        schedule=Schedule(steps=120, peak_lr=3e-3, peak_matrix_lr=1e-2, warmup=12, checkpoint_every=1000),
+        schedule=Schedule(steps=100, peak_lr=3e-3, peak_matrix_lr=1e-2, warmup=10, checkpoint_every=1000),
         pool_rows=256,
         row_length=192,
         drawn_prefix=64,
@@ -107,8 +116,9 @@ def reduced_study() -> Study:
         intermediate_size=256,
         prompts=16,
         fit_prompts=16,
-        max_new_tokens=64,
-        texts=24,
+        max_new_tokens=48,
+        texts=16,
+        thresholds=(0.0, 0.3, 0.6, 0.8, 0.9),
     )
 
 

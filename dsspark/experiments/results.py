@@ -6,7 +6,8 @@ compared share a seed's prompts and uniforms, so the interval of a difference is
 null.
 
 Files, all with "study" (sizes and seeds), "made" (commit, machine, versions) and "claims": a list of {"claim", "difference" (a
-statistic), "verdict": "appears" (the interval is above 0), "reversed" (below) or "not resolved"}:
+statistic), "verdict": "appears" (the interval is above 0), "reversed" (below) or "not resolved"}, and "measured_drafters", how many of
+the study's drafters and seeds the file rests on:
 
 - `table1.json`: "tokens_per_round": domain -> temperature -> drafter -> statistic; "parameters": drafter -> trained parameters.
 - `figure2.json`: "conditional" and "teacher_forced": domain -> drafter -> list by position of statistics, temperature 1.
@@ -25,7 +26,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from dsspark.experiments.plan import DFLASH, DSPARK, EAGLE3, TABLE_1, Spec, Study, depths, lengths
+from dsspark.experiments.plan import DEEP_DFLASH, DFLASH, DSPARK, EAGLE3, TABLE_1, Spec, Study, depths, lengths
 from dsspark.training.corpus import DOMAINS
 
 Runs = Mapping[str, Mapping[int, Mapping[str, Any]]]
@@ -91,7 +92,7 @@ class _Seeds:
     def by_position(self, spec: Spec, read: Callable[[Mapping[str, Any]], Sequence[float | None]]) -> list[list[float]]:
         """Return, for each position, what `read` finds in each seed's run."""
         rows = [[math.nan if v is None else v for v in read(self.runs[spec.key][seed])] for seed in self.seeds]
-        return [list(column) for column in zip(*rows, strict=True)]
+        return [[row[k] for row in rows] for k in range(spec.block_size)]
 
 
 def table_1(runs: Runs, study: Study) -> Json:
@@ -109,7 +110,7 @@ def table_1(runs: Runs, study: Study) -> Json:
             claims.append(claim(f"DSpark's accepted length exceeds {name}'s on {domain}, %", values))
         macro = [sum(column) / len(column) for column in zip(*gains.values(), strict=True)]
         claims.append(claim(f"DSpark's accepted length exceeds {name}'s, mean of the domains, %", macro))
-    parameters = {spec.key: next(iter(runs[spec.key].values()))["parameters"] for spec in TABLE_1}
+    parameters = {s.key: run["parameters"] for s in TABLE_1 for run in runs.get(s.key, {}).values()}
     return {"tokens_per_round": table, "parameters": parameters, "claims": claims}
 
 
@@ -145,10 +146,9 @@ def figure_3(runs: Runs, study: Study) -> Json:
     """Return accepted lengths by depth."""
     specs = depths(study.reduced)
     table = {d: {s.key: statistic(_Seeds(runs, (s,)).lengths(s, d)) for s in specs} for d in DOMAINS}
-    deep = Spec("dflash", num_layers=5)
-    both = _Seeds(runs, (DSPARK, deep))
+    both = _Seeds(runs, (DSPARK, DEEP_DFLASH))
     claims = [
-        claim(f"2-layer DSpark's accepted length exceeds 5-layer DFlash's on {d}, %", both.gain(DSPARK, deep, d))
+        claim(f"2-layer DSpark's accepted length exceeds 5-layer DFlash's on {d}, %", both.gain(DSPARK, DEEP_DFLASH, d))
         for d in DOMAINS
     ]
     return {"tokens_per_round": table, "claims": claims}
@@ -157,7 +157,7 @@ def figure_3(runs: Runs, study: Study) -> Json:
 def figure_4(runs: Runs, study: Study, latency: Json | None) -> Json:
     """Return accepted lengths by gamma, the gain's growth with it, and where a round's time goes."""
     table: Json = {domain: {"dflash": {}, "dspark": {}} for domain in DOMAINS}
-    pairs = list(zip(lengths("dflash"), lengths("dspark"), strict=True))
+    pairs = list(zip(*(lengths(name, study.reduced) for name in ("dflash", "dspark")), strict=True))
     for domain in DOMAINS:
         for base, spec in pairs:
             both = _Seeds(runs, (base, spec))
@@ -212,7 +212,8 @@ def figure_6(runs: Runs, study: Study) -> Json:
             for metric in ("ece", "auc", "brier")
         }
         result[stage]["reliability"] = [
-            _joined_bins([j[stage]["reliability"][k] for j in judged]) for k in range(DSPARK.block_size)
+            _joined_bins([j[stage]["reliability"][k] for j in judged])
+            for k in range(DSPARK.block_size if judged else 0)
         ]
     means = {
         stage: [float(np.mean(_numbers(j[stage]["ece"]["value"]))) for j in judged] for stage in ("before", "after")

@@ -40,9 +40,9 @@ def run_experiments(
     """
     out, console = Path(out), console or Console()
     _same_study(out, study)
-    missing = [(spec, seed) for seed in study.seeds for spec in study.specs if not _file(out, spec, seed).exists()]
+    missing = [(spec, seed) for spec, seed in study.runs if not _file(out, spec, seed).exists()]
     if missing:
-        console.print(f"{len(missing)} of {len(study.specs) * len(study.seeds)} drafters to train; reading texts ...")
+        console.print(f"{len(missing)} of {len(study.runs)} drafters to train; reading texts ...")
         pool, exam = observe_pool(target, load_streams(held_out=False), study), Exam(target, study)
         for spec, seed in missing:
             checkpoint = out / "checkpoints" / f"{spec.key}_s{seed}.pt"
@@ -60,11 +60,16 @@ def run_experiments(
 
 
 def write_results(out: Path, study: Study) -> dict[str, Json]:
-    """Assemble, write and return the results of the runs that `out` holds."""
+    """Assemble, write and return the results of the runs that `out` holds, finished or not."""
     timings = out / "latency.json"
     latency = json.loads(timings.read_text(encoding="utf-8")) if timings.exists() else None
     runs = load_runs(out, study)
-    facts = {"study": asdict(study), "made": {"commit": commit_of_code(), "machine": describe_machine()}}
+    measured = [sum(len(seeds) for seeds in runs.values()), len(study.runs)]
+    facts = {
+        "study": asdict(study),
+        "measured_drafters": measured,
+        "made": {"commit": commit_of_code(), "machine": describe_machine()},
+    }
     results = {name: facts | content for name, content in assemble(runs, study, latency).items()}
     for name, content in results.items():
         _write(out / "results" / f"{name}.json", content)
@@ -72,15 +77,11 @@ def write_results(out: Path, study: Study) -> dict[str, Json]:
 
 
 def load_runs(out: Path, study: Study) -> Runs:
-    """Return key -> seed -> run of every file in `out`.
-
-    Raises:
-        FileNotFoundError: if a drafter of the study was not measured yet.
-    """
+    """Return key -> seed -> run of the files that `out` holds so far."""
     runs: dict[str, dict[int, Mapping[str, Any]]] = {}
-    for spec in study.specs:
-        for seed in study.seeds:
-            path = _file(out, spec, seed)
+    for spec, seed in study.runs:
+        path = _file(out, spec, seed)
+        if path.exists():
             runs.setdefault(spec.key, {})[seed] = json.loads(path.read_text(encoding="utf-8"))
     return runs
 
@@ -97,7 +98,7 @@ def time_drafters(target: TargetLM, study: Study) -> Json:
                     documents[:batch],
                     max_new_tokens=24,
                 )
-                for spec in lengths(name)
+                for spec in lengths(name, study.reduced)
             }
             for name in ("dflash", "dspark", "eagle3")
         }

@@ -19,6 +19,7 @@ from dsspark.models.drafters import AnyDrafter
 from dsspark.models.target import EOS_ID, TargetLM
 from dsspark.reference.losses import POSITION_DECAY, DraftLosses, draft_losses
 from dsspark.training.loop import Schedule, train
+from dsspark.training.precision import autocast
 from dsspark.training.pretrain import Streams, mixed_rows
 
 
@@ -60,7 +61,7 @@ def draw_anchors(rng: np.random.Generator, rows: int, length: int, block_size: i
 @torch.no_grad()
 def observe(target: TargetLM, tokens: Tensor) -> TeacherTexts:
     """Run the frozen target over rows [B, T + 1] and keep its states, not its logits: they are recomputed where they are needed."""
-    with torch.autocast("cpu", torch.bfloat16):
+    with autocast():
         hidden, features = target.hidden_states(tokens[:, :-1])
     return TeacherTexts(tokens, features.float(), hidden.float())
 
@@ -89,7 +90,7 @@ def block_losses(drafter: AnyDrafter, batch: BlockBatch, decay: float = POSITION
         batch: with blocks of the drafter's gamma.
         decay: of the position weights.
     """
-    with torch.autocast("cpu", torch.bfloat16):
+    with autocast():
         said = drafter.teacher_forced(batch.texts, batch.anchors)
     return draft_losses(
         said.logits,

@@ -133,6 +133,27 @@ def pooled(records: Sequence[RoundRecord]) -> RoundRecord:
     )
 
 
+def split(record: RoundRecord, sizes: Sequence[int]) -> list[RoundRecord]:
+    """Return the rounds of the first sizes[0] prompts, of the next sizes[1], ...: the inverse of `pooled`."""
+    parts, start = [], 0
+    for size in sizes:
+        rows = (record.prompt_ids >= start) & (record.prompt_ids < start + size)
+        statistics = RoundStatistics(record.statistics.block_size)
+        statistics.add(record.lengths[rows], record.accepted[rows].sum(dim=1))
+        parts.append(
+            RoundRecord(
+                statistics=statistics,
+                confidence_logits=None if record.confidence_logits is None else record.confidence_logits[rows],
+                accepted=record.accepted[rows],
+                lengths=record.lengths[rows],
+                prompt_ids=record.prompt_ids[rows] - start,
+                tokens=record.tokens[start : start + size],
+            )
+        )
+        start += size
+    return parts
+
+
 def calibration_errors(confidence_logits: Tensor, accepted: Tensor, temperatures: Tensor | None) -> list[float]:
     """Return the ECE of the prefix survival at each position (paper 3.2.1), with STS temperatures or without."""
     predicted = survival(confidence_logits, temperatures)
