@@ -101,7 +101,7 @@ def test_overlap_is_one_minus_total_variation(generator):
 def test_teacher_forced_acceptance_is_that_of_every_block(generator):
     """Against one block at a time; slots after the end of a text do not count."""
     target = tiny_target(generator).float()
-    drafter = tiny_drafter(tiny_target(generator), generator).float()
+    drafter = tiny_drafter(target, generator).float()
     tokens = torch.randint(0, 256, (3, 25), generator=generator)
     tokens[1, 14] = EOS_ID
     hidden, features = target.hidden_states(tokens[:, :-1])

@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("evaluation-output"), help="folder for evaluate.json and figures"
     )
-    parser.add_argument("--reduced", action="store_true", help="fewer prompts: minutes instead of a quarter of an hour")
-    parser.add_argument("--prompts", type=int, metavar="N", help="of each domain (default 96)")
+    parser.add_argument("--reduced", action="store_true", help="a third of the prompts")
+    parser.add_argument("--prompts", type=int, metavar="N", help="of each domain (default 48)")
     parser.add_argument("--no-latency", action="store_true", help="time nothing, for a machine that is not quiet")
 
 
