@@ -227,7 +227,10 @@ def test_the_command_writes_json_figures_and_tables(weights_folder, tmp_path, ca
         assert measured["thresholds"]["math"][1]["budget"] <= 4.0
     names = {path.name for path in tmp_path.glob("*.png")}
     assert {"acceptance.png", "reliability_drafter.png", "thresholds_drafter.png"} <= names
-    assert "tokens a round" in capsys.readouterr().out
+    assert "Tokens a round" in capsys.readouterr().out
+    page = (tmp_path / "evaluate.md").read_text()
+    shown = result["drafters"]["drafter"]["rounds"]["math"]["1"]["tokens_per_round"]["value"]
+    assert f"| math | 1 | {shown:.2f} [" in page
 
 
 def test_a_bad_protocol_is_refused():

@@ -16,7 +16,8 @@ from tiny_models import tiny_target
 
 from dsspark.experiments import command, figures, results, run
 from dsspark.experiments.fit import fit_drafter, observe_pool
-from dsspark.experiments.plan import DFLASH, DSPARK, Spec, full_study, lengths, reduced_study
+from dsspark.experiments.pages import results_page
+from dsspark.experiments.plan import DFLASH, DSPARK, VARIANTS, Spec, full_study, lengths, reduced_study
 from dsspark.models.drafters import DRAFTERS
 from dsspark.training.loop import Schedule
 from dsspark.training.pretrain import load_streams
@@ -84,10 +85,13 @@ def test_the_studies_hold_every_drafter_of_the_paper():
     for study in (reduced_study(), full_study()):
         assert {spec.name for spec in study.specs} == set(DRAFTERS)
         assert len(study.seeds) >= 3
-        assert {spec.block_size for spec in study.specs if spec.name == "dspark"} == {3, 7, 11, 15}
+        assert {3, 7, 15} <= {spec.block_size for spec in study.specs if spec.name == "dspark"}
+        claimed = [spec for spec in study.specs if spec not in VARIANTS]
+        assert all((spec, seed) in study.runs for spec in claimed for seed in study.seeds)
         assert Spec("dflash", num_layers=5) in study.specs
         assert len({spec.key for spec in study.specs}) == len(study.specs)
-    assert len(full_study().specs) > len(reduced_study().specs)
+    assert {spec.block_size for spec in lengths("dspark", reduced=False)} == {3, 7, 11, 15}
+    assert len(full_study().runs) == 3 * len(full_study().specs) > len(reduced_study().runs)
 
 
 def test_drafters_of_a_seed_learn_from_the_same_pool(target, tmp_path):
@@ -109,7 +113,7 @@ class StopError(Exception):
 
 
 @pytest.mark.slow
-def test_an_interrupted_study_goes_on_and_draws_its_figures(target, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_study_goes_on_and_draws_its_figures(target, tmp_path, monkeypatch):
     real, trained = run.fit_drafter, []
 
     def counted(target, pool, spec, *args):
@@ -124,35 +128,36 @@ def test_an_interrupted_study_goes_on_and_draws_its_figures(target, tmp_path, mo
         run.run_experiments(target, tmp_path, TINY, console=QUIET)
     assert len(list((tmp_path / "runs").iterdir())) == 5
     found = run.run_experiments(target, tmp_path, TINY, console=QUIET)
-    assert len([key for key in trained if key]) == len(TINY.specs) * 2
+    assert len([key for key in trained if key]) == len(TINY.runs)
     assert not list((tmp_path / "checkpoints").iterdir())
     assert run.run_experiments(target, tmp_path, TINY, console=QUIET) == found
-    assert len(trained) == len(TINY.specs) * 2 + 1
+    assert len(trained) == len(TINY.runs) + 1
 
     for name, result in found.items():
         assert json.loads((tmp_path / "results" / f"{name}.json").read_text()) == json.loads(json.dumps(result))
         assert all(item["verdict"] in ("appears", "reversed", "not resolved") for item in result["claims"])
     paths = figures.draw(found, tmp_path / "results")
     assert all(path.stat().st_size > 5_000 for path in paths)
-    command.print_table(found["table1"], Console())
-    command.print_claims(found["figure3"]["claims"], Console())
-    assert "DSpark" in capsys.readouterr().out
+    page = results_page(found)
+    assert page.count("| eagle3 |") == 1
+    assert "2-layer DSpark" in page
     with pytest.raises(ValueError, match=r"^out: got .* which holds runs of another study"):
         run.run_experiments(target, tmp_path, dataclasses.replace(TINY, prompts=2), console=QUIET)
 
 
 def test_the_command_names_its_study(monkeypatch, tmp_path):
-    """--reduced takes the reduced study, and its absence the full one."""
+    """--reduced takes the reduced study, and its absence the full one; the page is written beside the results."""
     asked = []
-    empty = {"table1": {"claims": []}}
-    monkeypatch.setattr(run, "run_experiments", lambda target, out, study, **rest: asked.append(study) or empty)
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(run, "run_experiments", lambda target, out, study, **rest: asked.append(study))
     monkeypatch.setattr(figures, "draw", lambda found, folder: [])
-    monkeypatch.setattr(command, "print_table", lambda result, console: None)
+    monkeypatch.setattr(command, "results_page", lambda found: "# page")
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     for words in (["--reduced"], []):
         assert command.run(parser.parse_args(["--out", str(tmp_path), *words])) == 0
     assert asked == [reduced_study(), full_study()]
+    assert (tmp_path / "results" / "experiments.md").read_text() == "# page"
 
 
 def committed(name):
@@ -185,4 +190,3 @@ def test_table_and_figures_agree_where_they_show_the_same_drafter():
         for spec in (DFLASH, DSPARK):
             assert depth[domain][spec.key] == by_temperature["1"][spec.key]
             assert length[domain][spec.name]["7"] == by_temperature["1"][spec.key]
-    assert [spec.block_size for spec in lengths("dspark")] == [3, 7, 11, 15]

@@ -58,7 +58,7 @@ def judge_confidence(record: RoundRecord, temperatures: Tensor | None, resamples
 
 def _resampled_rounds(prompt_ids: Tensor, resamples: int) -> list[Tensor]:
     """Return the rounds of each bootstrap sample of prompts; the first is every round once."""
-    of_prompt = [(prompt_ids == prompt).nonzero()[:, 0] for prompt in prompt_ids.unique()]
+    of_prompt = [(prompt_ids == prompt).nonzero()[:, 0] for prompt in torch.unique(prompt_ids)]
     drawn = weights(len(of_prompt), resamples).astype(np.int64)
     return [
         torch.cat([rows.repeat(int(times)) for rows, times in zip(of_prompt, row, strict=True) if times])

@@ -115,7 +115,7 @@ class PromptCounts:
 
     def tokens_per_round(self, drawn: Values) -> Values:
         """Return the accepted length, correction or bonus included, of each bootstrap sample [B, P]: [B]."""
-        return 1 + (drawn @ self.accepted.sum(axis=1)) / (drawn @ self.rounds)
+        return np.asarray(1 + (drawn @ self.accepted.sum(axis=1)) / (drawn @ self.rounds))
 
     def conditional(self, drawn: Values) -> Values:
         """Return P(x_k accepted | x_1..x_{k-1} accepted, x_k verified) of each bootstrap sample, [B, gamma]."""

@@ -90,7 +90,7 @@ def teacher_forced_acceptance(
         raise ValueError(
             f"texts: got {texts.features.shape[1]} tokens, expected at least {prefix + gamma}: a block after the prefix"
         )
-    places = torch.linspace(prefix, end, anchors_per_text).round().to(torch.int64).unique()
+    places = torch.unique(torch.linspace(prefix, end, anchors_per_text).round().to(torch.int64))
     means = []
     for start in range(0, len(texts.tokens), texts_at_once):
         part = TeacherTexts(*(field[start : start + texts_at_once] for field in texts))

@@ -33,7 +33,7 @@ def observe_pool(target: TargetLM, streams: Streams, study: Study) -> TeacherTex
     prefixes = mixed_rows(streams, 11, 1, drawn, study.drawn_prefix)
     length = study.row_length + 1 - study.drawn_prefix
     own = sample_continuations(target, prefixes, length, torch.Generator().manual_seed(11))
-    parts = [observe(target, rows) for rows in torch.cat((corpus, own)).split(_ROWS_AT_ONCE)]
+    parts = [observe(target, rows) for rows in torch.split(torch.cat((corpus, own)), _ROWS_AT_ONCE)]
     tokens, features, hidden = (torch.cat(columns) for columns in zip(*parts, strict=True))
     return TeacherTexts(tokens, features.to(torch.bfloat16), hidden.to(torch.bfloat16))
 

@@ -125,7 +125,7 @@ def _file(out: Path, spec: Spec, seed: int) -> Path:
 
 
 def _write(path: Path, content: Any) -> None:
-    text = json.dumps(content, indent=1) + "\n"
+    text = json.dumps(content, separators=(",", ":")) + "\n"
     write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 

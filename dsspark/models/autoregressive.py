@@ -132,7 +132,7 @@ class PairBackbone(DraftBackbone):
             features: [..., d + F]: the embedding of x_i, then the target's features of position i - 1.
             positions: [...], i.
         """
-        embedding, before = features.split((self.config.hidden_size, self.config.feature_size), dim=-1)
+        embedding, before = torch.split(features, [self.config.hidden_size, self.config.feature_size], dim=-1)
         _, read = self.layer.enter(self.state(before), embedding)
         return [KeyValue(*self.layer.self_attn.key_value(read, self._tables(positions, read)))]
 
@@ -179,7 +179,9 @@ class PairContext(DraftContext):
         rows = (request_ids >= 0).nonzero()[:, 0]
         order = rows[request_ids[rows].argsort(stable=True)]
         requests = request_ids[order].to(torch.int64)
-        embedding, own = features[order].split((backbone.config.hidden_size, backbone.config.feature_size), dim=-1)
+        embedding, own = torch.split(
+            features[order], [backbone.config.hidden_size, backbone.config.feature_size], dim=-1
+        )
         change = requests[1:] != requests[:-1]
         edge = torch.ones_like(requests[:1], dtype=torch.bool)
         first, last = torch.cat((edge, change)), torch.cat((change, edge))
