@@ -1,0 +1,239 @@
+"""The text a drafter learns from: SmolLM2's own answers, with the hidden states it had while it wrote them.
+
+A decoding step gives the features of its token for nothing, so there is no second pass over the text. Answers of a batch that are
+finished leave it every few steps. A shard is a pure function of its prompts and seed; a run that was stopped goes on with the next one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dsspark.smollm2.model import FEATURE_LAYERS, SmolLM2, encode_chat
+from dsspark.smollm2.prompts import prompts
+from dsspark.training.corpus import DOMAINS, Domain
+from dsspark.training.loop import write_atomically
+
+COMPACT_EVERY = 12
+"""Steps between two looks for finished answers."""
+MAX_PROMPT = 160
+"""Longer prompts are left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A prompt, what the model answered, and what it thought.
+
+    Attributes:
+        tokens: [T] int32, prompt and answer.
+        prompt_length: P; the first anchor is the prompt's last token, at P - 1.
+        features: [T - 1, m * d] float16, of every token the model has run on.
+        final: [T - P, d] float16: what the LM head read at P - 1 .. T - 2. Row k scores token P + k.
+        log_norm: [T - P] float32, logsumexp of those logits at temperature 1.
+    """
+
+    tokens: Tensor
+    prompt_length: int
+    features: Tensor
+    final: Tensor
+    log_norm: Tensor
+
+
+class _Writer:
+    """What a batch has written so far, column by column."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
+        self.tokens = [list(prompt) for prompt in prompts]
+        self.lengths = [len(prompt) for prompt in prompts]
+        self.features: list[list[Tensor]] = [[] for _ in prompts]
+        self.final: list[list[Tensor]] = [[] for _ in prompts]
+        self.log_norm: list[list[Tensor]] = [[] for _ in prompts]
+
+    def answers(self) -> list[Answer]:
+        return [
+            Answer(
+                tokens=torch.tensor(self.tokens[i], dtype=torch.int32),
+                prompt_length=self.lengths[i],
+                features=torch.cat(self.features[i]),
+                final=torch.stack(self.final[i]),
+                log_norm=torch.stack(self.log_norm[i]),
+            )
+            for i in range(len(self.tokens))
+        ]
+
+
+@torch.no_grad()
+def answer(
+    smollm2: SmolLM2,
+    chats: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    layers: Sequence[int] = FEATURE_LAYERS,
+) -> list[Answer]:
+    """Answer a batch of chats, and keep the hidden states of `layers` (l is the output of layer l).
+
+    Args:
+        smollm2: any causal LM of transformers with its stop tokens.
+        chats: ids, one or more a chat.
+        max_new_tokens: at least 1; an answer also ends with a stop token.
+        temperature: 0 is greedy.
+        seed: of the draw at other temperatures.
+        layers: whose outputs are kept.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    width = max(len(chat) for chat in chats)
+    tokens = torch.tensor([[0] * (width - len(chat)) + list(chat) for chat in chats])
+    seen = torch.tensor([[0] * (width - len(chat)) + [1] * len(chat) for chat in chats])
+    positions = (seen.cumsum(1) - 1).clamp_min(0)
+    writer, rows, cache = _Writer(chats), list(range(len(chats))), None
+    parameters = inspect.signature(smollm2.model.forward).parameters
+    name = "cache" if "cache" in parameters else "past_key_values"
+    for step in range(max_new_tokens):
+        output = smollm2.model(
+            input_ids=tokens,
+            attention_mask=seen,
+            position_ids=positions,
+            **{name: cache},
+            use_cache=True,
+            output_hidden_states=True,
+            logits_to_keep=1,
+        )
+        cache = output.past_key_values
+        features = torch.cat([output.hidden_states[layer + 1] for layer in layers], dim=-1).half()
+        logits = output.logits[:, -1].float()
+        log_norm = logits.logsumexp(dim=-1)
+        chosen = logits.argmax(dim=-1)
+        if temperature > 0:
+            chosen = (logits / temperature).softmax(dim=-1).multinomial(1, generator=generator)[:, 0]
+        ended = torch.isin(chosen, torch.tensor(smollm2.stop_tokens))
+        for i, row in enumerate(rows):
+            if row < 0:
+                continue
+            new = len(chats[row]) if step == 0 else 1
+            writer.features[row].append(features[i, -new:])
+            writer.final[row].append(output.hidden_states[-1][i, -1].half())
+            writer.log_norm[row].append(log_norm[i])
+            writer.tokens[row].append(int(chosen[i]))
+            if ended[i]:
+                rows[i] = -1
+        tokens, positions = chosen[:, None], positions[:, -1:] + 1
+        seen = torch.cat((seen, seen.new_ones(len(seen), 1)), dim=1)
+        if max(rows) < 0:
+            break
+        if step % COMPACT_EVERY == COMPACT_EVERY - 1 and min(rows) < 0:
+            kept = torch.tensor([i for i, row in enumerate(rows) if row >= 0])
+            rows = [rows[i] for i in kept.tolist()]
+            tokens, positions, seen = tokens[kept], positions[kept], seen[kept]
+            cache.batch_select_indices(kept)
+    return writer.answers()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is generated.
+
+    Attributes:
+        shards: how many, each of `batch` chats of one domain.
+        batch: chats decoded together.
+        max_new_tokens: of each answer.
+        cycle: the domain and temperature of shard i is entry i modulo its length. Greedy math and code are what the demo decodes.
+        seed: of the prompts.
+    """
+
+    shards: int = 60
+    batch: int = 64
+    max_new_tokens: int = 144
+    cycle: tuple[tuple[Domain, float], ...] = (
+        ("math", 0.0),
+        ("code", 0.0),
+        ("math", 0.0),
+        ("chat", 0.0),
+        ("code", 0.0),
+        ("math", 0.8),
+        ("code", 0.0),
+        ("math", 0.0),
+        ("chat", 0.8),
+        ("code", 0.8),
+    )
+    seed: int = 0
+
+
+def planned_prompts(
+    plan: Plan, tokenizer: Any, *, held_out: bool = False
+) -> Iterator[tuple[Domain, float, list[list[int]]]]:
+    """Yield domain, temperature and chats of each shard. No prompt comes twice before its domain is used up."""
+    counts = {domain: 0 for domain in DOMAINS}
+    wanted = [plan.cycle[i % len(plan.cycle)] for i in range(plan.shards)]
+    pools = {}
+    for domain in DOMAINS:
+        messages = prompts(domain, 2 * plan.batch * sum(d == domain for d, _ in wanted), plan.seed, held_out=held_out)
+        pools[domain] = [chat for chat in encode_chat(tokenizer, messages) if len(chat) <= MAX_PROMPT]
+    for domain, temperature in wanted:
+        pool, first = pools[domain], counts[domain]
+        counts[domain] += plan.batch
+        yield domain, temperature, [pool[(first + i) % len(pool)] for i in range(plan.batch)]
+
+
+def generate_shards(folder: Path, smollm2: SmolLM2, plan: Plan, console: Console | None = None) -> None:
+    """Write the shards that `folder` lacks.
+
+    Args:
+        folder: made if missing; `shard-0000.safetensors` and so on.
+        smollm2: the model.
+        plan: what to generate.
+        console: where the speed of each shard goes.
+    """
+    for index, (domain, temperature, chats) in enumerate(planned_prompts(plan, smollm2.tokenizer)):
+        path = folder / f"shard-{index:04d}.safetensors"
+        if path.exists():
+            continue
+        begun = time.perf_counter()
+        answers = answer(smollm2, chats, plan.max_new_tokens, temperature, seed=plan.seed * 10_000 + index)
+        save_answers(path, answers, domain, temperature)
+        if console is not None:
+            new, seconds = sum(len(a.final) for a in answers), time.perf_counter() - begun
+            console.print(
+                f"{path.name}: {domain} at temperature {temperature}: {new} tokens in {seconds:.0f} s, {new / seconds:.0f} a second"
+            )
+
+
+def save_answers(path: Path, answers: Sequence[Answer], domain: str, temperature: float) -> None:
+    """Write a shard: every answer's tensors end to end, with their lengths."""
+    state = {
+        "lengths": torch.tensor([[len(a.tokens), a.prompt_length] for a in answers], dtype=torch.int32),
+        "tokens": torch.cat([a.tokens for a in answers]),
+        "features": torch.cat([a.features for a in answers]),
+        "final": torch.cat([a.final for a in answers]),
+        "log_norm": torch.cat([a.log_norm for a in answers]),
+    }
+    metadata = {"domain": domain, "temperature": str(temperature)}
+    write_atomically(path, lambda file: save_file(state, file, metadata))
+
+
+def load_answers(path: Path) -> list[Answer]:
+    """Read a shard back."""
+    state = load_file(path)
+    lengths, prompt_lengths = (column.tolist() for column in state["lengths"].T)
+    news = [total - prompt for total, prompt in zip(lengths, prompt_lengths, strict=True)]
+    columns = zip(
+        torch.split(state["tokens"], lengths),
+        prompt_lengths,
+        torch.split(state["features"], [total - 1 for total in lengths]),
+        torch.split(state["final"], news),
+        torch.split(state["log_norm"], news),
+        strict=True,
+    )
+    return [
+        Answer(tokens=tokens, prompt_length=prompt, features=features, final=final, log_norm=log_norm)
+        for tokens, prompt, features, final, log_norm in columns
+    ]
