@@ -87,8 +87,11 @@ def make_blocks(answers: Sequence[Answer], block_size: int, count: int, generato
 def block_hidden(drafter: SmolLM2Drafter, blocks: Blocks) -> Tensor:
     """Return h of every slot, [B, A, gamma, d], all blocks of an answer in one pass."""
     context = drafter.backbone.context_keys(blocks.features, torch.arange(blocks.features.shape[1]))
-    embedded = drafter.embed_blocks(blocks.tokens.gather(1, blocks.anchors))
-    hidden: Tensor = drafter.backbone(embedded, blocks.anchors, context)
+    before = (blocks.anchors - 1).clamp_min(0)
+    last = drafter.backbone.context(blocks.features[torch.arange(len(before))[:, None], before])
+    last = last.masked_fill((blocks.anchors == 0)[..., None], 0.0)
+    start = drafter.start_blocks(blocks.tokens.gather(1, blocks.anchors), last)
+    hidden: Tensor = drafter.backbone(start, blocks.anchors, context)
     return hidden
 
 

@@ -25,7 +25,7 @@ from dsspark.training.loop import write_atomically
 
 COMPACT_EVERY = 12
 """Steps between two looks for finished answers."""
-MAX_PROMPT = 160
+MAX_PROMPT = 120
 """Longer prompts are left out."""
 
 
@@ -91,13 +91,22 @@ def answer(
         layers: whose outputs are kept.
     """
     generator = torch.Generator().manual_seed(seed)
-    width = max(len(chat) for chat in chats)
-    tokens = torch.tensor([[0] * (width - len(chat)) + list(chat) for chat in chats])
-    seen = torch.tensor([[0] * (width - len(chat)) + [1] * len(chat) for chat in chats])
-    positions = (seen.cumsum(1) - 1).clamp_min(0)
+    shared = _shared_prefix(chats)
+    width = max(len(chat) for chat in chats) - shared
+    tokens = torch.tensor([[0] * (width + shared - len(chat)) + list(chat[shared:]) for chat in chats])
+    seen = torch.tensor(
+        [[1] * shared + [0] * (width + shared - len(chat)) + [1] * (len(chat) - shared) for chat in chats]
+    )
+    positions = (seen.cumsum(1) - 1).clamp_min(0)[:, shared:]
     writer, rows, cache = _Writer(chats), list(range(len(chats))), None
     parameters = inspect.signature(smollm2.model.forward).parameters
     name = "cache" if "cache" in parameters else "past_key_values"
+    prefix: list[Tensor] = []
+    if shared:  # what all chats begin with goes through the model once
+        output = smollm2.model(torch.tensor([chats[0][:shared]]), use_cache=True, output_hidden_states=True)
+        cache = output.past_key_values
+        cache.batch_repeat_interleave(len(chats))
+        prefix = [torch.cat([output.hidden_states[layer + 1][0] for layer in layers], dim=-1).half()]
     for step in range(max_new_tokens):
         output = smollm2.model(
             input_ids=tokens,
@@ -119,8 +128,8 @@ def answer(
         for i, row in enumerate(rows):
             if row < 0:
                 continue
-            new = len(chats[row]) if step == 0 else 1
-            writer.features[row].append(features[i, -new:])
+            new = len(chats[row]) - shared if step == 0 else 1
+            writer.features[row] += [*(prefix if step == 0 else []), features[i, -new:]]
             writer.final[row].append(output.hidden_states[-1][i, -1].half())
             writer.log_norm[row].append(log_norm[i])
             writer.tokens[row].append(int(chosen[i]))
@@ -138,6 +147,12 @@ def answer(
     return writer.answers()
 
 
+def _shared_prefix(chats: Sequence[Sequence[int]]) -> int:
+    """Return how many ids all chats begin with, at least one short of the shortest."""
+    shortest = min(len(chat) for chat in chats)
+    return next((i for i in range(shortest - 1) if len({chat[i] for chat in chats}) > 1), max(0, shortest - 1))
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is generated.
@@ -152,18 +167,19 @@ class Plan:
 
     shards: int = 60
     batch: int = 64
-    max_new_tokens: int = 144
+    max_new_tokens: int = 112
     cycle: tuple[tuple[Domain, float], ...] = (
         ("math", 0.0),
         ("code", 0.0),
         ("math", 0.0),
-        ("chat", 0.0),
-        ("code", 0.0),
-        ("math", 0.8),
         ("code", 0.0),
         ("math", 0.0),
-        ("chat", 0.8),
+        ("chat", 0.0),
+        ("math", 0.0),
+        ("code", 0.0),
+        ("math", 0.8),
         ("code", 0.8),
+        ("chat", 0.8),
     )
     seed: int = 0
 

@@ -117,8 +117,8 @@ def _parsed(source: str) -> ast.Module:
 
 @lru_cache(maxsize=1)
 def _functions() -> tuple[tuple[str, str], ...]:
-    """Return (module, message) for every public standard library function that says in a few lines what it does."""
-    found = []
+    """Return (first module, message) for every public standard library function that says in a few lines what it does."""
+    found: dict[str, str] = {}
     for module, source in _modules():
         for node in ast.walk(_parsed(source)):
             if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
@@ -128,8 +128,8 @@ def _functions() -> tuple[tuple[str, str], ...]:
                 continue
             body = docstring.replace("\n", "\n    ")
             stub = f'def {node.name}({ast.unparse(node.args)}):\n    """{body}"""'
-            found.append((module, f"Write this Python function.\n\n```python\n{stub}\n```"))
-    return tuple(found)
+            found.setdefault(f"Write this Python function.\n\n```python\n{stub}\n```", module)
+    return tuple((module, message) for message, module in found.items())
 
 
 @lru_cache(maxsize=1)

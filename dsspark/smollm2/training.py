@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from dsspark.smollm2.blocks import block_losses, greedy_rounds, make_blocks
-from dsspark.smollm2.drafter import MASK_TOKEN, SmolLM2Drafter, drafter_config
+from dsspark.smollm2.drafter import SmolLM2Drafter, drafter_config
 from dsspark.smollm2.generation import Answer, load_answers
 from dsspark.training.loop import write_atomically
 
@@ -55,8 +55,8 @@ class TrainingPlan:
     ce_weight: float = 0.5
     l1_weight: float = 0.5
     weight_decay: float = 0.02
-    draft_vocab_size: int = 8000
-    block_size: int = 5
+    draft_vocab_size: int = 4096
+    block_size: int = 4
     markov_rank: int = 64
     num_layers: int = 2
     log_every: int = 20
@@ -82,14 +82,18 @@ class Shards:
         self._read: set[str] = set()
         self.refresh()
         if not self.answers:
-            raise FileNotFoundError(f"smollm2: no shards in {folder}, expected some; run `python -m dsspark smollm2 prepare`")
+            raise FileNotFoundError(
+                f"smollm2: no shards in {folder}, expected some; run `python -m dsspark smollm2 prepare`"
+            )
 
     def refresh(self) -> None:
         """Read what is new."""
         for path in sorted(self.folder.glob("shard-*.safetensors")):
             if path.name not in self._read:
                 self._read.add(path.name)
-                self.answers += [answer for answer in load_answers(path) if len(answer.tokens) - answer.prompt_length >= 8]
+                self.answers += [
+                    answer for answer in load_answers(path) if len(answer.tokens) - answer.prompt_length >= 8
+                ]
 
 
 def draft_vocabulary(answers: Sequence[Answer], size: int, vocab_size: int) -> Tensor:
@@ -114,7 +118,6 @@ def fit_standardisation(drafter: SmolLM2Drafter, answers: Sequence[Answer], gene
 
 def train_drafter(
     model: Any,
-    mask_token_id: int,
     shards: Shards,
     held_out: dict[str, list[Answer]],
     folder: Path,
@@ -125,7 +128,6 @@ def train_drafter(
 
     Args:
         model: the frozen target; its embedding and LM head.
-        mask_token_id: what fills the slots behind the anchor.
         shards: the training answers.
         held_out: greedy answers to held-out prompts, by domain.
         folder: of the checkpoint and the history.
@@ -141,7 +143,6 @@ def train_drafter(
     config = drafter_config(
         model,
         size,
-        mask_token_id,
         block_size=plan.block_size,
         num_layers=plan.num_layers,
         markov_rank=plan.markov_rank,
@@ -165,6 +166,7 @@ def train_drafter(
         fit_standardisation(drafter, shards.answers, generator)
     step = history[-1]["step"] if history else 0
     recent: list[dict[str, float]] = []
+    latest: dict[str, float] = {}
     while minutes < plan.minutes:
         begun = time.perf_counter()
         recent.append(_step(drafter, optimiser, named, shards.answers, plan, step, minutes))
@@ -176,13 +178,12 @@ def train_drafter(
             console.print(f"step {step}  {minutes:.1f} min  {len(shards.answers)} answers  {text}")
             minutes += (time.perf_counter() - begun) / 60
             begun = time.perf_counter()
-            last = {"step": step, "minutes": round(minutes, 2), **{k: round(v, 4) for k, v in means.items()}}
+            latest = {name: round(value, 4) for name, value in means.items()}
         minutes += (time.perf_counter() - begun) / 60
         if step % plan.check_every == 0 or minutes >= plan.minutes:
-            last = {"step": step, "minutes": round(minutes, 2), **(last if step % plan.log_every == 0 else {})}
-            last["tokens_per_round"] = _check(drafter, held_out)
-            console.print(f"step {step}  {minutes:.1f} min  held-out tokens a round {last['tokens_per_round']}")
-            history.append(last)
+            found = _check(drafter, held_out)
+            console.print(f"step {step}  {minutes:.1f} min  held-out tokens a round {found}")
+            history.append({"step": step, "minutes": round(minutes, 2), **latest, "tokens_per_round": found})
             _save(checkpoint, drafter, optimiser, ids, history, minutes, plan)
             shards.refresh()
     (folder / "history.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
@@ -233,8 +234,3 @@ def _save(
         "plan": asdict(plan),
     }
     write_atomically(path, lambda file: torch.save(payload, file))
-
-
-def mask_token(tokenizer: Any) -> int:
-    """Return the id that fills the slots behind the anchor."""
-    return int(tokenizer.convert_tokens_to_ids(MASK_TOKEN))
