@@ -184,15 +184,13 @@ class Plan:
     seed: int = 0
 
 
-def planned_prompts(
-    plan: Plan, tokenizer: Any, *, held_out: bool = False
-) -> Iterator[tuple[Domain, float, list[list[int]]]]:
+def planned_prompts(plan: Plan, tokenizer: Any) -> Iterator[tuple[Domain, float, list[list[int]]]]:
     """Yield domain, temperature and chats of each shard. No prompt comes twice before its domain is used up."""
     counts = {domain: 0 for domain in DOMAINS}
     wanted = [plan.cycle[i % len(plan.cycle)] for i in range(plan.shards)]
     pools = {}
     for domain in DOMAINS:
-        messages = prompts(domain, 2 * plan.batch * sum(d == domain for d, _ in wanted), plan.seed, held_out=held_out)
+        messages = prompts(domain, 2 * plan.batch * sum(d == domain for d, _ in wanted), plan.seed)
         pools[domain] = [chat for chat in encode_chat(tokenizer, messages) if len(chat) <= MAX_PROMPT]
     for domain, temperature in wanted:
         pool, first = pools[domain], counts[domain]
@@ -221,6 +219,30 @@ def generate_shards(folder: Path, smollm2: SmolLM2, plan: Plan, console: Console
             console.print(
                 f"{path.name}: {domain} at temperature {temperature}: {new} tokens in {seconds:.0f} s, {new / seconds:.0f} a second"
             )
+
+
+def generate_held_out(folder: Path, smollm2: SmolLM2, count: int, max_new_tokens: int, console: Console) -> None:
+    """Write greedy answers to held-out prompts of each domain, unless they are there.
+
+    Args:
+        folder: made if missing; `math.safetensors` and so on.
+        smollm2: the model.
+        count: prompts a domain.
+        max_new_tokens: of each answer.
+        console: where the progress goes.
+    """
+    for domain in DOMAINS:
+        path = folder / f"{domain}.safetensors"
+        if not path.exists():
+            chats = held_out_chats(domain, count, smollm2.tokenizer)
+            save_answers(path, answer(smollm2, chats, max_new_tokens), domain, 0.0)
+            console.print(f"held-out {domain}: {len(chats)} answers")
+
+
+def held_out_chats(domain: Domain, count: int, tokenizer: Any) -> list[list[int]]:
+    """Return the ids of `count` chats that training never sees; fewer where a domain has no more."""
+    chats = encode_chat(tokenizer, prompts(domain, 2 * count, held_out=True))
+    return [chat for chat in chats if len(chat) <= MAX_PROMPT][:count]
 
 
 def save_answers(path: Path, answers: Sequence[Answer], domain: str, temperature: float) -> None:
