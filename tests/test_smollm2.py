@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from pathlib import Path
 
 import pytest
@@ -165,7 +166,8 @@ def test_the_loss_is_that_of_the_whole_vocabulary(tiny, answers, markov_rank):
     assert parts["loss"].item() == pytest.approx(mean.item(), rel=1e-4)
 
 
-def trained(tiny, answers, tmp_path, minutes=0.1, **changes):
+def trained(tiny, answers, tmp_path, minutes=0.4, **changes):
+    """Train for 240 steps: the clock says that each takes a tenth of a second."""
     plan = training.TrainingPlan(
         minutes=minutes, peak_lr=5e-3, answers=6, anchors=8, block_size=4, draft_vocab_size=60, markov_rank=8, **changes
     )
@@ -178,16 +180,20 @@ def trained(tiny, answers, tmp_path, minutes=0.1, **changes):
 
 @pytest.fixture
 def tiny_layers(monkeypatch):
-    """Let drafters read layers that the tiny model has."""
+    """Let drafters read layers that the tiny model has, and let a clock tick a tenth of a second whenever it is read."""
+    ticks = itertools.count()
+    monkeypatch.setattr(training, "perf_counter", lambda: next(ticks) / 10)
     original = training.drafter_config
     monkeypatch.setattr(training, "drafter_config", lambda *args, **named: original(*args, **named, layers=LAYERS))
 
 
 @pytest.mark.usefixtures("tiny_layers")
 def test_training_learns_a_text_by_heart_and_resumes(tiny, answers, tmp_path):
-    drafter, history = trained(tiny, answers, tmp_path, check_every=20)
+    drafter, history = trained(tiny, answers, tmp_path, check_every=80)
     assert history[-1]["tokens_per_round"]["math"] > history[0]["tokens_per_round"]["math"] + 0.5
-    again, longer = trained(tiny, answers, tmp_path, check_every=20)
+    assert history[-1]["step"] == 240
+    assert drafter.backbone.feature_std.min() < 0.9
+    again, longer = trained(tiny, answers, tmp_path, check_every=80)
     assert longer == history
     for name, value in again.state_dict().items():
         assert torch.equal(value, drafter.state_dict()[name]), name

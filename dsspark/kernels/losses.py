@@ -237,7 +237,7 @@ class _SlotLosses(torch.autograd.Function):
         return cross_entropy, distance
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[misc, untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, ce_gradient: Tensor, l1_gradient: Tensor) -> tuple[Tensor, None, None, None]:
         draft_logits = ctx.saved_tensors[0]
         gradient = torch.empty(draft_logits.shape, dtype=draft_logits.dtype, device=draft_logits.device)
@@ -288,7 +288,7 @@ def slot_losses(
     check_logits("draft_logits", draft_logits)
     check_logits("target_logits", target_logits)
     config = config or choose_config(draft_logits.shape[1])
-    return SlotLosses(*_SlotLosses.apply(draft_logits, target_logits.detach(), labels, config))  # type: ignore[no-untyped-call]
+    return SlotLosses(*_SlotLosses.apply(draft_logits, target_logits.detach(), labels, config))
 
 
 def draft_losses(

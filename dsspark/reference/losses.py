@@ -78,7 +78,7 @@ class _SlotLosses(torch.autograd.Function):
         return cross_entropy, distance
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[misc, untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, ce_gradient: Tensor, l1_gradient: Tensor) -> tuple[Tensor, None, None]:
         draft_logits, target_logits, labels = ctx.saved_tensors
         gradient = torch.empty_like(draft_logits)

@@ -81,14 +81,9 @@ class PausingDrafter:
             raise ValueError(f"plain: got {plain}, expected the seconds of a round, a positive number; measure one")
         self.drafter, self.table, self.plain = drafter, table, plain
         self.memory, self.pause = memory, pause
-        self.block_size = drafter.block_size
+        self.block_size, self.sts_temperatures = drafter.block_size, drafter.sts_temperatures
         self._seconds = table.seconds.tolist()
         self._context: PausingContext | None = None
-
-    @property
-    def sts_temperatures(self) -> Tensor | None:
-        """The drafter's."""
-        return self.drafter.sts_temperatures
 
     def new_context(self, num_requests: int) -> PausingContext:
         """Return the empty context of one request.

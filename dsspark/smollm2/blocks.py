@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +40,14 @@ class Blocks:
     final: Tensor
     log_norm: Tensor
 
+    def to(self, device: torch.device) -> Blocks:
+        """Return the same on another device."""
+        return Blocks(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
     def slots(self, shift: int) -> Tensor:
         """Return the tokens at anchor + k + shift of the supervised slots, [S]: 0 the previous ones, 1 the labels."""
-        index = self.anchors[:, :, None] + torch.arange(self.supervised.shape[2]) + shift
+        places = torch.arange(self.supervised.shape[2], device=self.anchors.device)
+        index = self.anchors[:, :, None] + places + shift
         return self.tokens.gather(1, index.flatten(1)).view_as(index)[self.supervised]
 
 
@@ -86,9 +91,13 @@ def make_blocks(answers: Sequence[Answer], block_size: int, count: int, generato
 
 def block_hidden(drafter: SmolLM2Drafter, blocks: Blocks) -> Tensor:
     """Return h of every slot, [B, A, gamma, d], all blocks of an answer in one pass."""
-    context = drafter.backbone.context_keys(blocks.features, torch.arange(blocks.features.shape[1]))
+    context = drafter.backbone.context_keys(
+        blocks.features, torch.arange(blocks.features.shape[1], device=blocks.features.device)
+    )
     before = (blocks.anchors - 1).clamp_min(0)
-    last = drafter.backbone.context(blocks.features[torch.arange(len(before))[:, None], before])
+    last = drafter.backbone.context(
+        blocks.features.gather(1, before[..., None].expand(-1, -1, blocks.features.shape[2]))
+    )
     last = last.masked_fill((blocks.anchors == 0)[..., None], 0.0)
     start = drafter.start_blocks(blocks.tokens.gather(1, blocks.anchors), last)
     hidden: Tensor = drafter.backbone(start, blocks.anchors, context)
@@ -121,7 +130,7 @@ def block_losses(
         known = ids[place] == labels
         labels = torch.where(known, place, 0)
     cross_entropy, distance = slot_losses(logits, target, labels)
-    weights = position_weights(block_size).expand(blocks.supervised.shape)[blocks.supervised]
+    weights = position_weights(block_size, device=hidden.device).expand(blocks.supervised.shape)[blocks.supervised]
     ce, l1 = weighted_mean(cross_entropy, weights * known), weighted_mean(distance, weights)
     loss = ce_weight * ce + l1_weight * l1
     parts = {"ce": ce.detach(), "acceptance": weighted_mean(acceptance_label(distance), weights)}
@@ -173,22 +182,24 @@ def greedy_rounds(drafter: SmolLM2Drafter, answers: Sequence[Answer], length: in
     """
     block_size = drafter.block_size
     length = block_size if length is None else length
+    device = drafter.backbone.fc.weight.device
+    places = torch.arange(block_size, device=device)
     rounds, tokens, accepted = 0, 0, [0] * block_size
     for answer in answers:
         room = len(answer.tokens) - answer.prompt_length
-        blocks = make_blocks([answer], block_size, room, None)
+        blocks = make_blocks([answer], block_size, room, None).to(device)
         hidden = block_hidden(drafter, blocks)[0]
         draft = draft_block(
             drafter.base_logits(hidden),
             blocks.tokens[0, blocks.anchors[0]],
             drafter.markov_head,
-            Uniforms.draw(room, block_size, torch.Generator().manual_seed(0)),
+            Uniforms.draw(room, block_size, device=device),  # not read at temperature 0
             temperature=0.0,
             hidden=hidden,
             draft_to_target=drafter.draft_to_target,
         )
-        index = blocks.anchors[0][:, None] + torch.arange(block_size) + 1
-        right = (draft.tokens == blocks.tokens[0, index]) & blocks.supervised[0] & (torch.arange(block_size) < length)
+        index = blocks.anchors[0][:, None] + places + 1
+        right = (draft.tokens == blocks.tokens[0, index]) & blocks.supervised[0] & (places < length)
         matches = right.cumprod(dim=1).sum(dim=1).tolist()
         at = 0
         while at < room:

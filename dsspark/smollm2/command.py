@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--folder", default="smollm2-run", metavar="DIR", help="of data, checkpoints and results (%(default)s)"
     )
     parser.add_argument(
-        "--shards", type=int, default=60, metavar="N", help="prepare: shards of 64 answers (%(default)s)"
+        "--shards", type=int, default=16, metavar="N", help="prepare: shards of 256 answers (%(default)s)"
     )
     parser.add_argument(
         "--minutes", type=float, default=60.0, metavar="M", help="train: of training in all (%(default)s)"
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--name", default="drafter", metavar="NAME", help="train, evaluate: subfolder of the drafter (%(default)s)"
     )
     parser.add_argument("--threads", type=int, default=0, metavar="T", help="of torch; 0 leaves its choice")
+    parser.add_argument("--device", default="cpu", metavar="D", help="prepare, train: cpu or cuda (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of prompts and training (%(default)s)")
 
 
@@ -50,9 +51,14 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     from dsspark.smollm2.model import load_smollm2
 
+    if args.device not in ("cpu", "cuda") or (args.device == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"--device: got {args.device!r}, expected cpu, or cuda where there is a GPU; leave it out")
+    device = "cpu" if args.step == "evaluate" else args.device
     console = Console(highlight=False, soft_wrap=True)
     folder = Path(args.folder)
-    {"prepare": _prepare, "train": _train, "evaluate": _evaluate}[args.step](args, load_smollm2(), folder, console)
+    {"prepare": _prepare, "train": _train, "evaluate": _evaluate}[args.step](
+        args, load_smollm2(device), folder, console
+    )
     return 0
 
 

@@ -91,7 +91,7 @@ class SmolLM2Drafter(Qwen3Drafter):
         ValueError: for a draft vocabulary of another size than the config's, or ids that do not increase.
     """
 
-    backbone: SmolLM2Backbone  # type: ignore[assignment]
+    backbone: SmolLM2Backbone
 
     def __init__(
         self,
@@ -141,7 +141,8 @@ class SmolLM2Drafter(Qwen3Drafter):
         """Return what the blocks start from, [..., gamma, d], of anchors [...] and the context before them, [..., d]."""
         embed = self._borrowed[0]
         assert embed is not None
-        return self.backbone.start(embed(anchors), last)
+        started: Tensor = self.backbone.start(embed(anchors), last)
+        return started
 
     @torch.no_grad()
     def backbone_pass(self, anchors: Tensor, context: DraftContext) -> tuple[Tensor, Tensor]:
@@ -165,7 +166,8 @@ def _directions(embedding: Tensor, rank: int) -> Tensor:
     wide = embedding.detach().double()
     _, vectors = torch.linalg.eigh(wide.T @ wide)
     projected = (wide @ vectors[:, -rank:]).float()
-    return 0.5 * projected / projected.pow(2).mean().sqrt()
+    scaled: Tensor = 0.5 * projected / projected.pow(2).mean().sqrt()
+    return scaled
 
 
 def drafter_config(
@@ -212,7 +214,7 @@ def save_drafter(folder: Path, drafter: SmolLM2Drafter, provenance: Mapping[str,
     assert drafter.draft_to_target is not None
     assert drafter.sts_temperatures is not None
     state |= {"draft_to_target": drafter.draft_to_target, "sts_temperatures": drafter.sts_temperatures}
-    state = {name: value.contiguous().clone() for name, value in state.items()}
+    state = {name: value.cpu().contiguous().clone() for name, value in state.items()}
     write_atomically(folder / WEIGHTS, lambda file: save_file(state, file))
     config = {"drafter": asdict(drafter.config), "provenance": dict(provenance)}
     (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

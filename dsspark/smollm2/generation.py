@@ -48,26 +48,92 @@ class Answer:
     log_norm: Tensor
 
 
-class _Writer:
-    """What a batch has written so far, column by column."""
+class _Batch:
+    """Chats being answered: what the next pass reads, and what was written so far, chat by chat.
 
-    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
-        self.tokens = [list(prompt) for prompt in prompts]
-        self.lengths = [len(prompt) for prompt in prompts]
-        self.features: list[list[Tensor]] = [[] for _ in prompts]
-        self.final: list[list[Tensor]] = [[] for _ in prompts]
-        self.log_norm: list[list[Tensor]] = [[] for _ in prompts]
+    Attributes:
+        rows: which chat each row of the pass belongs to; -1 once its answer is finished.
+    """
+
+    def __init__(self, model: Any, chats: Sequence[Sequence[int]], layers: Sequence[int]) -> None:
+        self.model, self.chats, self.layers = model, chats, layers
+        self.rows = list(range(len(chats)))
+        self.answer = [list(chat) for chat in chats]
+        self.features: list[list[Tensor]] = [[] for _ in chats]
+        self.final: list[list[Tensor]] = [[] for _ in chats]
+        self.log_norm: list[list[Tensor]] = [[] for _ in chats]
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self.cache: Any = None
+        self.shared = shared = _shared_prefix(chats)
+        room = max(len(chat) for chat in chats)
+        padding = [room - len(chat) for chat in chats]
+        tokens = [[0] * pad + list(chat[shared:]) for chat, pad in zip(chats, padding, strict=True)]
+        seen = [[1] * shared + [0] * pad + [1] * (room - shared - pad) for pad in padding]
+        self.tokens, self.seen = (torch.tensor(rows, device=model.device) for rows in (tokens, seen))
+        self.positions = (self.seen.cumsum(1) - 1).clamp_min(0)[:, shared:]
+        if shared:  # what all chats begin with goes through the model once
+            output = self._run(torch.tensor([list(chats[0][:shared])], device=model.device))
+            self.cache.batch_repeat_interleave(len(chats))
+            for features in self.features:
+                features.append(self._chosen_layers(output)[0])
+
+    def _run(self, tokens: Tensor, **named: Tensor) -> Any:
+        output = self.model(
+            tokens,
+            **named,
+            **{self._cache_name: self.cache},
+            use_cache=True,
+            output_hidden_states=True,
+            logits_to_keep=1,
+        )
+        self.cache = output.past_key_values
+        return output
+
+    def _chosen_layers(self, output: Any) -> Tensor:
+        return torch.cat([output.hidden_states[layer + 1] for layer in self.layers], dim=-1).half().cpu()
+
+    def step(self, temperature: float, generator: torch.Generator, stop_tokens: Sequence[int]) -> None:
+        """Write one token of every row."""
+        output = self._run(self.tokens, attention_mask=self.seen, position_ids=self.positions)
+        features, final = self._chosen_layers(output), output.hidden_states[-1][:, -1].half().cpu()
+        logits = output.logits[:, -1].float()
+        log_norm, chosen = logits.logsumexp(dim=-1).cpu(), logits.argmax(dim=-1).cpu()
+        if temperature > 0:
+            law = (logits / temperature).softmax(dim=-1).cpu()
+            chosen = law.multinomial(1, generator=generator)[:, 0]
+        for i, row in enumerate(self.rows):
+            if row < 0:
+                continue
+            new = len(self.answer[row]) - self.shared if not self.final[row] else 1
+            self.features[row].append(features[i, -new:].clone())
+            self.final[row].append(final[i])
+            self.log_norm[row].append(log_norm[i])
+            self.answer[row].append(int(chosen[i]))
+            if self.answer[row][-1] in stop_tokens:
+                self.rows[i] = -1
+        self.tokens, self.positions = chosen[:, None].to(self.seen.device), self.positions[:, -1:] + 1
+        self.seen = torch.cat((self.seen, self.seen.new_ones(len(self.seen), 1)), dim=1)
+
+    def compact(self) -> None:
+        """Let finished answers leave the batch."""
+        kept = torch.tensor([i for i, row in enumerate(self.rows) if row >= 0], device=self.seen.device)
+        if len(kept) < len(self.rows):
+            self.rows = [row for row in self.rows if row >= 0]
+            self.tokens, self.positions, self.seen = self.tokens[kept], self.positions[kept], self.seen[kept]
+            self.cache.batch_select_indices(kept)
 
     def answers(self) -> list[Answer]:
+        """Return what was written."""
         return [
             Answer(
-                tokens=torch.tensor(self.tokens[i], dtype=torch.int32),
-                prompt_length=self.lengths[i],
+                tokens=torch.tensor(self.answer[i], dtype=torch.int32),
+                prompt_length=len(chat),
                 features=torch.cat(self.features[i]),
                 final=torch.stack(self.final[i]),
                 log_norm=torch.stack(self.log_norm[i]),
             )
-            for i in range(len(self.tokens))
+            for i, chat in enumerate(self.chats)
         ]
 
 
@@ -91,66 +157,20 @@ def answer(
         layers: whose outputs are kept.
     """
     generator = torch.Generator().manual_seed(seed)
-    shared = _shared_prefix(chats)
-    width = max(len(chat) for chat in chats) - shared
-    tokens = torch.tensor([[0] * (width + shared - len(chat)) + list(chat[shared:]) for chat in chats])
-    seen = torch.tensor(
-        [[1] * shared + [0] * (width + shared - len(chat)) + [1] * (len(chat) - shared) for chat in chats]
-    )
-    positions = (seen.cumsum(1) - 1).clamp_min(0)[:, shared:]
-    writer, rows, cache = _Writer(chats), list(range(len(chats))), None
-    parameters = inspect.signature(smollm2.model.forward).parameters
-    name = "cache" if "cache" in parameters else "past_key_values"
-    prefix: list[Tensor] = []
-    if shared:  # what all chats begin with goes through the model once
-        output = smollm2.model(torch.tensor([chats[0][:shared]]), use_cache=True, output_hidden_states=True)
-        cache = output.past_key_values
-        cache.batch_repeat_interleave(len(chats))
-        prefix = [torch.cat([output.hidden_states[layer + 1][0] for layer in layers], dim=-1).half()]
+    batch = _Batch(smollm2.model, chats, layers)
     for step in range(max_new_tokens):
-        output = smollm2.model(
-            input_ids=tokens,
-            attention_mask=seen,
-            position_ids=positions,
-            **{name: cache},
-            use_cache=True,
-            output_hidden_states=True,
-            logits_to_keep=1,
-        )
-        cache = output.past_key_values
-        features = torch.cat([output.hidden_states[layer + 1] for layer in layers], dim=-1).half()
-        logits = output.logits[:, -1].float()
-        log_norm = logits.logsumexp(dim=-1)
-        chosen = logits.argmax(dim=-1)
-        if temperature > 0:
-            chosen = (logits / temperature).softmax(dim=-1).multinomial(1, generator=generator)[:, 0]
-        ended = torch.isin(chosen, torch.tensor(smollm2.stop_tokens))
-        for i, row in enumerate(rows):
-            if row < 0:
-                continue
-            new = len(chats[row]) - shared if step == 0 else 1
-            writer.features[row] += [*(prefix if step == 0 else []), features[i, -new:]]
-            writer.final[row].append(output.hidden_states[-1][i, -1].half())
-            writer.log_norm[row].append(log_norm[i])
-            writer.tokens[row].append(int(chosen[i]))
-            if ended[i]:
-                rows[i] = -1
-        tokens, positions = chosen[:, None], positions[:, -1:] + 1
-        seen = torch.cat((seen, seen.new_ones(len(seen), 1)), dim=1)
-        if max(rows) < 0:
+        batch.step(temperature, generator, smollm2.stop_tokens)
+        if max(batch.rows) < 0:
             break
-        if step % COMPACT_EVERY == COMPACT_EVERY - 1 and min(rows) < 0:
-            kept = torch.tensor([i for i, row in enumerate(rows) if row >= 0])
-            rows = [rows[i] for i in kept.tolist()]
-            tokens, positions, seen = tokens[kept], positions[kept], seen[kept]
-            cache.batch_select_indices(kept)
-    return writer.answers()
+        if step % COMPACT_EVERY == COMPACT_EVERY - 1:
+            batch.compact()
+    return batch.answers()
 
 
 def _shared_prefix(chats: Sequence[Sequence[int]]) -> int:
     """Return how many ids all chats begin with, at least one short of the shortest."""
-    shortest = min(len(chat) for chat in chats)
-    return next((i for i in range(shortest - 1) if len({chat[i] for chat in chats}) > 1), max(0, shortest - 1))
+    longest = min(len(chat) for chat in chats) - 1
+    return next((i for i in range(longest) if len({chat[i] for chat in chats}) > 1), longest)
 
 
 @dataclass(frozen=True)
@@ -159,14 +179,14 @@ class Plan:
 
     Attributes:
         shards: how many, each of `batch` chats of one domain.
-        batch: chats decoded together.
+        batch: chats decoded together; on the CPU measured here, products of 256 rows run twice as fast as of 32.
         max_new_tokens: of each answer.
         cycle: the domain and temperature of shard i is entry i modulo its length. Greedy math and code are what the demo decodes.
         seed: of the prompts.
     """
 
-    shards: int = 60
-    batch: int = 64
+    shards: int = 16
+    batch: int = 256
     max_new_tokens: int = 112
     cycle: tuple[tuple[Domain, float], ...] = (
         ("math", 0.0),
@@ -231,12 +251,17 @@ def generate_held_out(folder: Path, smollm2: SmolLM2, count: int, max_new_tokens
         max_new_tokens: of each answer.
         console: where the progress goes.
     """
-    for domain in DOMAINS:
-        path = folder / f"{domain}.safetensors"
-        if not path.exists():
-            chats = held_out_chats(domain, count, smollm2.tokenizer)
-            save_answers(path, answer(smollm2, chats, max_new_tokens), domain, 0.0)
-            console.print(f"held-out {domain}: {len(chats)} answers")
+    paths = {domain: folder / f"{domain}.safetensors" for domain in DOMAINS}
+    chats = {
+        domain: held_out_chats(domain, count, smollm2.tokenizer) for domain, path in paths.items() if not path.exists()
+    }
+    if not chats:
+        return
+    answers = answer(smollm2, [chat for group in chats.values() for chat in group], max_new_tokens)
+    for domain, group in chats.items():
+        save_answers(paths[domain], answers[: len(group)], domain, 0.0)
+        answers = answers[len(group) :]
+        console.print(f"held-out {domain}: {len(group)} answers")
 
 
 def held_out_chats(domain: Domain, count: int, tokenizer: Any) -> list[list[int]]:

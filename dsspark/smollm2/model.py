@@ -48,8 +48,11 @@ def find_gguf() -> Path:
     return files[0]
 
 
-def load_smollm2() -> SmolLM2:
+def load_smollm2(device: str = "cpu") -> SmolLM2:
     """Load the model and its tokenizer.
+
+    Args:
+        device: where the model runs.
 
     Raises:
         RuntimeError: if a package is missing.
@@ -59,7 +62,7 @@ def load_smollm2() -> SmolLM2:
 
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    return SmolLM2(model.requires_grad_(False).eval(), tokenizer, (int(tokenizer.eos_token_id),))
+    return SmolLM2(model.to(device).requires_grad_(False).eval(), tokenizer, (int(tokenizer.eos_token_id),))
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[str]) -> list[list[int]]:

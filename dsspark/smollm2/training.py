@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import time
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -113,7 +114,72 @@ def fit_standardisation(drafter: SmolLM2Drafter, answers: Sequence[Answer], gene
         parts.append(answer.features[answer.prompt_length :].float())
         if sum(len(part) for part in parts) >= STANDARDISED_ON:
             break
-    drafter.backbone.fit_standardisation(torch.cat(parts))
+    drafter.backbone.fit_standardisation(torch.cat(parts).to(drafter.backbone.fc.weight.device))
+
+
+class _Run:
+    """A drafter in training: what a checkpoint holds."""
+
+    def __init__(self, model: Any, shards: Shards, checkpoint: Path, plan: TrainingPlan) -> None:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True) if checkpoint.exists() else None
+        self.plan, self.checkpoint, self.answers = plan, checkpoint, shards.answers
+        generator = torch.Generator().manual_seed(plan.seed)
+        vocab_size = model.get_output_embeddings().weight.shape[0]
+        size = min(plan.draft_vocab_size, vocab_size)
+        self.ids = saved["ids"] if saved else draft_vocabulary(shards.answers, size, vocab_size)
+        config = drafter_config(
+            model,
+            len(self.ids),
+            block_size=plan.block_size,
+            num_layers=plan.num_layers,
+            markov_rank=plan.markov_rank,
+        )
+        self.drafter = SmolLM2Drafter(config, model, self.ids.to(model.device), generator).to(model.device)
+        parameters = list(self.drafter.parameters())
+        self.optimiser = torch.optim.AdamW(
+            [
+                {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": plan.weight_decay},
+                {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+            ],
+            betas=(0.9, 0.95),
+        )
+        self.history: list[dict[str, Any]] = []
+        self.step, self.minutes = 0, 0.0
+        if saved is None:
+            fit_standardisation(self.drafter, shards.answers, generator)
+            return
+        self.drafter.load_state_dict(saved["drafter"])
+        self.optimiser.load_state_dict(saved["optimiser"])
+        self.history, self.minutes, self.step = saved["history"], saved["minutes"], saved["history"][-1]["step"]
+
+    def advance(self) -> dict[str, float]:
+        """Take a step, on a batch that depends on the seed, the step and the answers there are."""
+        plan = self.plan
+        generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + self.step)
+        chosen = torch.randint(len(self.answers), (plan.answers,), generator=generator).tolist()
+        blocks = make_blocks([self.answers[i] for i in chosen], plan.block_size, plan.anchors, generator)
+        blocks = blocks.to(self.drafter.backbone.fc.weight.device)
+        for group in self.optimiser.param_groups:
+            group["lr"] = plan.peak_lr * plan.scale(self.step, self.minutes)
+        parts = block_losses(self.drafter, blocks, ce_weight=plan.ce_weight, l1_weight=plan.l1_weight)
+        self.optimiser.zero_grad(set_to_none=True)
+        parts["loss"].backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
+        self.optimiser.step()
+        self.step += 1
+        return {name: float(value.detach()) for name, value in parts.items()} | {"norm": float(norm)}
+
+    def save(self) -> None:
+        """Write the checkpoint."""
+        payload = {
+            "drafter": self.drafter.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "ids": self.ids,
+            "history": self.history,
+            "minutes": self.minutes,
+            "plan": asdict(self.plan),
+        }
+        write_atomically(self.checkpoint, lambda file: torch.save(payload, file))
 
 
 def train_drafter(
@@ -127,110 +193,34 @@ def train_drafter(
     """Train until the plan's minutes are spent and return the drafter with its history.
 
     Args:
-        model: the frozen target; its embedding and LM head.
+        model: the frozen target; its embedding and LM head are borrowed.
         shards: the training answers.
         held_out: greedy answers to held-out prompts, by domain.
         folder: of the checkpoint and the history.
         plan: how.
         console: where the progress goes.
     """
-    checkpoint = folder / "checkpoint.pt"
-    saved = torch.load(checkpoint, weights_only=True) if checkpoint.exists() else None
-    generator = torch.Generator().manual_seed(plan.seed)
-    vocab_size = model.get_output_embeddings().weight.shape[0]
-    size = min(plan.draft_vocab_size, vocab_size)
-    ids = saved["ids"] if saved else draft_vocabulary(shards.answers, size, vocab_size)
-    config = drafter_config(
-        model,
-        size,
-        block_size=plan.block_size,
-        num_layers=plan.num_layers,
-        markov_rank=plan.markov_rank,
-    )
-    drafter = SmolLM2Drafter(config, model, ids, generator)
-    named = dict(drafter.named_parameters())
-    optimiser = torch.optim.AdamW(
-        [
-            {"params": [p for p in named.values() if p.dim() >= 2], "weight_decay": plan.weight_decay},
-            {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        betas=(0.9, 0.95),
-    )
-    history: list[dict[str, Any]] = []
-    minutes = 0.0
-    if saved:
-        drafter.load_state_dict(saved["drafter"])
-        optimiser.load_state_dict(saved["optimiser"])
-        history, minutes = saved["history"], saved["minutes"]
-    else:
-        fit_standardisation(drafter, shards.answers, generator)
-    step = history[-1]["step"] if history else 0
+    run = _Run(model, shards, folder / "checkpoint.pt", plan)
     recent: list[dict[str, float]] = []
-    latest: dict[str, float] = {}
-    while minutes < plan.minutes:
-        begun = time.perf_counter()
-        recent.append(_step(drafter, optimiser, named, shards.answers, plan, step, minutes))
-        step += 1
-        if step % plan.log_every == 0:
-            means = {name: sum(r[name] for r in recent) / len(recent) for name in recent[0]}
+    means: dict[str, float] = {}
+    while run.minutes < plan.minutes:
+        begun = perf_counter()
+        recent.append(run.advance())
+        run.minutes += (perf_counter() - begun) / 60  # checks on held-out answers are not training
+        if run.step % plan.log_every == 0 or run.minutes >= plan.minutes:
+            means = {name: round(statistics.fmean(part[name] for part in recent), 4) for name in recent[0]}
             recent = []
             text = "  ".join(f"{name} {value:.3f}" for name, value in means.items())
-            console.print(f"step {step}  {minutes:.1f} min  {len(shards.answers)} answers  {text}")
-            minutes += (time.perf_counter() - begun) / 60
-            begun = time.perf_counter()
-            latest = {name: round(value, 4) for name, value in means.items()}
-        minutes += (time.perf_counter() - begun) / 60
-        if step % plan.check_every == 0 or minutes >= plan.minutes:
-            found = _check(drafter, held_out)
-            console.print(f"step {step}  {minutes:.1f} min  held-out tokens a round {found}")
-            history.append({"step": step, "minutes": round(minutes, 2), **latest, "tokens_per_round": found})
-            _save(checkpoint, drafter, optimiser, ids, history, minutes, plan)
+            console.print(f"step {run.step}  {run.minutes:.1f} min  {len(shards.answers)} answers  {text}")
+        if run.step % plan.check_every == 0 or run.minutes >= plan.minutes:
+            found = {
+                domain: round(greedy_rounds(run.drafter, answers).tokens_per_round, 3)
+                for domain, answers in held_out.items()
+            }
+            console.print(f"step {run.step}  {run.minutes:.1f} min  held-out tokens a round {found}")
+            entry = {"step": run.step, "minutes": round(run.minutes, 2), "answers": len(shards.answers)}
+            run.history.append({**entry, **means, "tokens_per_round": found})
+            run.save()
             shards.refresh()
-    (folder / "history.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
-    return drafter.requires_grad_(False).eval(), history
-
-
-def _step(
-    drafter: SmolLM2Drafter,
-    optimiser: torch.optim.Optimizer,
-    named: dict[str, torch.nn.Parameter],
-    answers: Sequence[Answer],
-    plan: TrainingPlan,
-    step: int,
-    minutes: float,
-) -> dict[str, float]:
-    generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + step)
-    chosen = torch.randint(len(answers), (plan.answers,), generator=generator).tolist()
-    blocks = make_blocks([answers[i] for i in chosen], plan.block_size, plan.anchors, generator)
-    for group in optimiser.param_groups:
-        group["lr"] = plan.peak_lr * plan.scale(step, minutes)
-    parts = block_losses(drafter, blocks, ce_weight=plan.ce_weight, l1_weight=plan.l1_weight)
-    optimiser.zero_grad(set_to_none=True)
-    parts["loss"].backward()  # type: ignore[no-untyped-call]
-    norm = torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
-    optimiser.step()
-    return {name: float(value.detach()) for name, value in parts.items()} | {"norm": float(norm)}
-
-
-def _check(drafter: SmolLM2Drafter, held_out: dict[str, list[Answer]]) -> dict[str, float]:
-    return {domain: round(greedy_rounds(drafter, answers).tokens_per_round, 3) for domain, answers in held_out.items()}
-
-
-def _save(
-    path: Path,
-    drafter: SmolLM2Drafter,
-    optimiser: torch.optim.Optimizer,
-    ids: Tensor,
-    history: list[dict[str, Any]],
-    minutes: float,
-    plan: TrainingPlan,
-) -> None:
-    payload = {
-        "drafter": drafter.state_dict(),
-        "optimiser": optimiser.state_dict(),
-        "ids": ids,
-        "history": history,
-        "minutes": minutes,
-        "plan": asdict(plan),
-    }
-    write_atomically(path, lambda file: torch.save(payload, file))
+    (folder / "history.json").write_text(json.dumps(run.history, indent=1) + "\n", encoding="utf-8")
+    return run.drafter.requires_grad_(False).eval(), run.history
