@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-new-tokens", type=int, default=160, metavar="N", help="bytes of each text shown (%(default)s)"
     )
     parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="of target and draft; 0 is greedy (%(default)s)"
+        "--temperature", type=float, metavar="T", help="of target and draft; 0 is greedy (1; with --model smollm2, 0)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of all texts (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a few prompts only: to see that it works, not to measure")
@@ -110,6 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo and return 0, or 1 if a check of losslessness failed."""
     started = time.perf_counter()
+    if args.temperature is None:
+        args.temperature = 0.0 if args.model == "smollm2" else 1.0
     _check_numbers(args)
     if args.model == "smollm2":
         from dsspark.smollm2.demo import run as run_smollm2

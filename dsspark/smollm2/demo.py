@@ -41,8 +41,9 @@ def run(args: argparse.Namespace, out: Path, folder: Path = SHIPPED) -> int:
 
 def chats_of(smollm2: SmolLM2, args: argparse.Namespace) -> dict[str, list[list[int]]]:
     """Return the chats to decode, by domain: the user's prompts, or held-out ones."""
-    if args.prompt:
-        return {"yours": encode_chat(smollm2.tokenizer, args.prompt)}
+    if args.prompt or args.prompt_file is not None:
+        texts = args.prompt or [Path(args.prompt_file).read_text(encoding="utf-8", errors="replace")]
+        return {"yours": encode_chat(smollm2.tokenizer, texts)}
     domains = DOMAINS if args.domain is None else (args.domain,)
     count = QUICK_CHATS if args.quick else CHATS
     return {domain: held_out_chats(domain, count, smollm2.tokenizer) for domain in domains}
@@ -82,7 +83,7 @@ def measure(
             f"{entry['drafted_tokens_per_second']:.1f}",
             f"{entry['median_speedup']:.2f}",
             f"{entry['worst_speedup']:.2f}",
-            f"{entry['same_text']} of {len(found)}",
+            f"{entry['same_text']} of {len(found)}" if args.temperature == 0 else "same law",
         )
     console.print(table)
     return {

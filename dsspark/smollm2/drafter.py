@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -166,6 +167,9 @@ def _directions(embedding: Tensor, rank: int) -> Tensor:
     wide = embedding.detach().double()
     _, vectors = torch.linalg.eigh(wide.T @ wide)
     projected = (wide @ vectors[:, -rank:]).float()
+    projected = F.pad(
+        projected, (0, rank - projected.shape[1])
+    )  # a rank beyond the hidden size has nothing to start from
     scaled: Tensor = 0.5 * projected / projected.pow(2).mean().sqrt()
     return scaled
 
