@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dsspark"
 
 # What a part of the package may import of ours; everything may import the shared types.
-SHARED = {"_checks", "contracts", "numerics", "randomness", "types", "cost_table"}
+SHARED = {"_checks", "contracts", "numerics", "randomness", "types", "cost_table", "loss_terms"}
 ALLOWED = {
     "reference": SHARED | {"reference"},
     "kernels": SHARED | {"kernels"},

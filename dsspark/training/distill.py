@@ -14,13 +14,17 @@ from einops import rearrange
 from rich.console import Console
 from torch import Tensor
 
+from dsspark._dispatch import dispatched
 from dsspark.models.drafter import DrafterConfig, DSparkDrafter, TeacherTexts
 from dsspark.models.drafters import AnyDrafter
 from dsspark.models.target import EOS_ID, TargetLM
-from dsspark.reference.losses import POSITION_DECAY, DraftLosses, draft_losses
+from dsspark.reference import losses as _losses
+from dsspark.reference.losses import POSITION_DECAY, DraftLosses
 from dsspark.training.loop import Schedule, train
 from dsspark.training.precision import autocast
 from dsspark.training.pretrain import Streams, mixed_rows
+
+draft_losses = dispatched(_losses.draft_losses)
 
 
 @dataclass(frozen=True, kw_only=True)
