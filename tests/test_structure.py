@@ -40,7 +40,7 @@ LIBRARY = {
 # Commands stand on the library, and so does its test kit: the library imports none of them.
 ABOVE = {"cli", "demo", "training", "testing"}
 # A module may know its callers' types without importing them at run time.
-TYPE_ONLY = {"reference": {"models"}, "kernels": {"models"}}
+TYPE_ONLY = {"reference": {"models"}, "kernels": {"models"}, "serving": {"decoding", "_dispatch"}}
 
 COMPONENT_FUNCTIONS = [
     "draft_block",

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 import dsspark
 from dsspark._checks import check_range
-from dsspark._dispatch import Backend
 from dsspark.cost_table import CostTable
-from dsspark.decoding import Drafter
 from dsspark.randomness import Uniforms
 from dsspark.types import DraftBlock, Proposal
+
+if TYPE_CHECKING:
+    from dsspark._dispatch import Backend
+    from dsspark.decoding import Drafter
 
 FIRST_CREDIT, LATER_CREDIT = 0.5, 0.1
 """What an attempt may lose on average before it ends, in plain steps: the first of a text, and one after a pause."""

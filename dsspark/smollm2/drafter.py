@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dsspark._checks import check_shape
-from dsspark.models.backbone import BackboneConfig, DraftContext, ParallelBackbone
+from dsspark.models.backbone import BackboneConfig, DraftBackbone, DraftContext, ParallelBackbone
 from dsspark.models.qwen3 import Qwen3Drafter, Qwen3DrafterConfig
 from dsspark.smollm2.model import FEATURE_LAYERS
 from dsspark.training.loop import write_atomically
@@ -61,7 +61,7 @@ class SmolLM2Context(DraftContext):
         super().__init__(backbone, num_requests)
         self.last = backbone.fc.weight.new_zeros(num_requests, backbone.config.hidden_size)
 
-    def append(self, backbone: ParallelBackbone, features: Tensor, request_ids: Tensor) -> None:
+    def append(self, backbone: DraftBackbone, features: Tensor, request_ids: Tensor) -> None:
         """Append verified tokens; see `DSparkDrafter.extend`."""
         assert isinstance(backbone, SmolLM2Backbone)
         super().append(backbone, features, request_ids)

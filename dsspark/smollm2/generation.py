@@ -55,6 +55,8 @@ class _Batch:
         rows: which chat each row of the pass belongs to; -1 once its answer is finished.
     """
 
+    cache: Any = None
+
     def __init__(self, model: Any, chats: Sequence[Sequence[int]], layers: Sequence[int]) -> None:
         self.model, self.chats, self.layers = model, chats, layers
         self.rows = list(range(len(chats)))
@@ -64,7 +66,6 @@ class _Batch:
         self.log_norm: list[list[Tensor]] = [[] for _ in chats]
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
-        self.cache: Any = None
         self.shared = shared = _shared_prefix(chats)
         room = max(len(chat) for chat in chats)
         padding = [room - len(chat) for chat in chats]
