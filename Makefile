@@ -51,11 +51,11 @@ compile: $(STAMP) $(OLD_STAMP)
 	$(OLD_VENV)/bin/python -m dsspark compile
 
 test: lint docs $(COMPILE_QUICKLY)
-	$(BIN)/python -m pytest -m "not exhaustive"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not exhaustive"
 
 # Planted faults around the kernels, in the interpreter.
 test-exhaustive: $(STAMP)
-	$(BIN)/python -m pytest -m exhaustive
+	$(BIN)/python -m pytest -n auto --dist worksteal -m exhaustive
 
 # On a CPU: references, compiled references and eager baselines, then the ratios that are claimed; the interpreter is never timed.
 bench: $(STAMP)

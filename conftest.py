@@ -1,4 +1,4 @@
-"""Test-wide set-up: Triton's interpreter without a GPU, poisoned `torch.empty`, Hypothesis profiles, GPU marker."""
+"""Test-wide set-up: Triton's interpreter without a GPU, poisoned `torch.empty`, Hypothesis profiles, threads, GPU marker."""
 
 from __future__ import annotations
 
@@ -11,6 +11,47 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:  # before any kernel is decorated
     os.environ["TRITON_INTERPRET"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process a core already
+    torch.set_num_threads(1)
+
+
+def _patch_the_language_once() -> None:
+    """Spare Triton's interpreter what takes most of its time: it patches its language at every call of a device function.
+
+    The patches are the same each time and depend on nothing but the modules that the function sees, so each function's are made once
+    and kept. The interpreter's table of dtypes, built anew for each value, is kept too.
+    """
+    try:
+        from triton.runtime import interpreter
+    except ModuleNotFoundError:
+        return
+    needed = ("_patch_lang", "_LangPatchScope", "_get_np_dtype")
+    if any(not hasattr(interpreter, name) for name in needed):  # a version of Triton that does it in another way
+        return
+    patch, numpy_dtype, block, pointer = (
+        *(interpreter._patch_lang, interpreter._get_np_dtype),
+        *(interpreter.tl.block_type, interpreter.tl.pointer_type),
+    )
+    patched, dtypes = set(), {}
+
+    def patch_once(function):
+        if function not in patched:
+            patched.add(function)
+            patch(function)
+        return interpreter._LangPatchScope()  # nothing to restore
+
+    def remembered(dtype):
+        dtype = dtype.element_ty if isinstance(dtype, block) else dtype
+        name = "pointer" if isinstance(dtype, pointer) else dtype.name
+        if name not in dtypes:
+            dtypes[name] = numpy_dtype(dtype)
+        return dtypes[name]
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, remembered
+
+
+if not HAS_GPU:
+    _patch_the_language_once()
 
 
 def _poisoned(allocate):

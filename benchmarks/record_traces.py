@@ -1,6 +1,6 @@
-"""Record rounds of the shipped drafter on held-out prompts, for `python -m dsspark simulate --traces FILE`.
+"""Record rounds of the shipped drafters on held-out prompts, for `python -m dsspark simulate --traces FILE`.
 
-    python benchmarks/record_traces.py FILE [--prompts 12] [--tokens 160]
+    python benchmarks/record_traces.py FILE [--drafter parallel_only] [--prompts 12] [--tokens 160]
 
 Every round verifies its whole block, so what each shorter length would have accepted is known too.
 """
@@ -13,46 +13,45 @@ from pathlib import Path
 
 import torch
 
-from dsspark.decoding import RoundReport, generate
-from dsspark.models.pretrained import load_pretrained
-from dsspark.models.target import BOS_ID
+from dsspark.evaluation.traces import traces_of
+from dsspark.models.pretrained import MODELS, load_pretrained
 from dsspark.training.corpus import DOMAINS, held_out_prompts
+from dsspark.training.evaluate import run_rounds
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
+    parser.add_argument("--drafter", choices=MODELS[1:], default=MODELS[1], help="whose rounds (default %(default)s)")
     parser.add_argument("--prompts", type=int, default=12, help="of each domain (default 12)")
     parser.add_argument("--tokens", type=int, default=160, help="to decode after each (default 160)")
     parser.add_argument("--temperature", type=float, default=1.0)
     args = parser.parse_args()
-    target, drafter, _ = load_pretrained()
-    rounds = {}
-    for domain in DOMAINS:
-        survivals, accepted = [], []
-
-        def keep(report: RoundReport, survivals: list = survivals, accepted: list = accepted) -> None:
-            survivals.append(report.survival)
-            accepted.append(report.verification.num_accepted)
-
-        prompts = [[BOS_ID, *document.prompt] for document in held_out_prompts(domain, args.prompts)]
-        generate(target, drafter, prompts, args.tokens, args.temperature, on_round=keep)
-        rounds[domain] = {
-            # Rounded to 4 digits along the row, which cannot make it rise.
-            "survival": [[round(a, 4) for a in row] for row in torch.cat(survivals).tolist()],
-            "accepted": torch.cat(accepted).tolist(),
-        }
-        print(domain, len(rounds[domain]["accepted"]), "rounds")
+    models = dict(zip(MODELS, load_pretrained(), strict=True))
+    target, drafter = models["target"], models[args.drafter]
+    records = {
+        domain: run_rounds(
+            target,
+            drafter,
+            held_out_prompts(domain, args.prompts),
+            max_new_tokens=args.tokens,
+            temperature=args.temperature,
+        )
+        for domain in DOMAINS
+    }
+    for domain, record in records.items():
+        print(domain, len(record.accepted), "rounds")
     facts = {
         "models": "shipped",
+        "drafter": args.drafter,
         "temperature": args.temperature,
         "prompts": args.prompts,
         "tokens": args.tokens,
         "torch": torch.__version__,
     }
-    args.file.write_text(
-        json.dumps({"rounds": rounds, "provenance": facts}, separators=(",", ":")) + "\n", encoding="utf-8"
-    )
+    content = {"rounds": traces_of(records, drafter.sts_temperatures), "provenance": facts}
+    args.file.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

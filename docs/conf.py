@@ -2,50 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import re
+import sys
 from pathlib import Path
 
 from docutils import nodes
 from latex2mathml.converter import convert
+from sphinx.util import logging
 
 import dsspark
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from docs.builder.sources import linkcode as linkcode_resolve  # noqa: F401  Sphinx calls it by this name
 
 project = "dsspark"
 author = "The dsspark authors"
 copyright = "2026, The dsspark authors"
 release = dsspark.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-myst_enable_extensions = ["dollarmath", "colon_fence", "substitution"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.linkcode", "docs.builder"]
+myst_enable_extensions = ["dollarmath"]
+html_static_path = ["_static"]
+html_css_files = ["dsspark.css"]
 html_theme = "furo"
 html_math_renderer = "mathml"  # rendered at build time: the pages need neither scripts nor a network for it
 html_title = "dsspark"
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "builder"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 napoleon_use_ivar = True
 napoleon_custom_sections = ["Numerics", "Cost", "Source"]
-
-
-def _measured_tables() -> dict[str, str]:
-    """Return Markdown tables of what was measured when the shipped weights were trained."""
-    path = Path(dsspark.__file__).parent / "weights" / "provenance.json"
-    facts = json.loads(path.read_text(encoding="utf-8"))
-    rounds = ["| domain | temperature | parallel only | with Markov head | gain |", "| --- | --- | --- | --- | --- |"]
-    for domain, by_temperature in facts["tokens_per_round"].items():
-        for temperature, by_drafter in by_temperature.items():
-            alone, drafter = by_drafter["parallel_only"], by_drafter["drafter"]
-            gain = 100 * (drafter / alone - 1)
-            rounds.append(f"| {domain} | {temperature} | {alone:.2f} | {drafter:.2f} | {gain:+.0f} % |")
-    errors = ["| position | STS temperature | ECE before | ECE after |", "| --- | --- | --- | --- |"]
-    columns = (facts["sts_temperatures"], facts["ece_before"], facts["ece_after"])
-    for k, (temperature, before, after) in enumerate(zip(*columns, strict=True), start=1):
-        errors.append(f"| {k} | {temperature:.2f} | {100 * before:.2f} % | {100 * after:.2f} % |")
-    return {"tokens_a_round": "\n".join(rounds), "calibration": "\n".join(errors)}
-
-
-myst_substitutions = _measured_tables()
 
 
 def _prepare_docstring(app, what, name, obj, options, lines):
@@ -63,16 +50,27 @@ def _prepare_docstring(app, what, name, obj, options, lines):
     lines[:] = text.split("\n")
 
 
+def _mathml(node, display):
+    """Return an equation as MathML; a command that the converter does not know is a warning."""
+    text = re.sub(r"\\arg\\(max|min)", r"\\mathrm{arg\\,\1}", node.astext())
+    markup = convert(text, display=display)
+    unknown = re.findall(r"\\[a-zA-Z]+", re.sub(r"<annotation.*?</annotation>", "", markup))
+    if unknown:
+        logging.getLogger(__name__).warning("equation: %s in %s", ", ".join(unknown), text)
+    return markup
+
+
 def _inline_math(translator, node):
-    translator.body.append(convert(node.astext()))
+    translator.body.append(_mathml(node, "inline"))
     raise nodes.SkipNode
 
 
 def _display_math(translator, node):
-    translator.body.append(f"<p>{convert(node.astext(), display='block')}</p>")
+    translator.body.append(f'<p class="equation">{_mathml(node, "block")}</p>')
     raise nodes.SkipNode
 
 
 def setup(app):
+    """Register the renderer of equations and the LaTeX of docstrings."""
     app.add_html_math_renderer("mathml", (_inline_math, None), (_display_math, None))
     app.connect("autodoc-process-docstring", _prepare_docstring, priority=400)  # before napoleon

@@ -1,4 +1,4 @@
-"""The command line: `python -m dsspark demo | train | audit | compile | simulate`.
+"""The command line: `python -m dsspark demo | train | evaluate | experiments | smollm2 | audit | simulate | compile`.
 
 A command's module is imported only when that command is asked for. An error that a user can cause is one line on stderr and exit
 status 2; Ctrl-C is 130.
@@ -19,6 +19,9 @@ from dsspark import __version__
 COMMANDS = {
     "demo": ("dsspark.demo.command", "decode real text with the shipped models, measure it, and write report.html"),
     "train": ("dsspark.training.command", "train the target and the drafters again from text that Python ships"),
+    "evaluate": ("dsspark.evaluation.command", "measure drafters on held-out text: acceptance, confidence, latency"),
+    "experiments": ("dsspark.experiments.command", "train every drafter of the paper at small scale and compare them"),
+    "smollm2": ("dsspark.smollm2.command", "train and measure a drafter for a real model, SmolLM2-135M-Instruct"),
     "audit": ("dsspark.testing.command", "check a sampler or a scheduler for losslessness"),
     "simulate": ("dsspark.serving.command", "simulate a serving engine under load, policy by policy"),
     "compile": ("dsspark.kernels.compile", "compile every Triton kernel without a GPU and inspect the result"),

@@ -21,11 +21,23 @@ MODULES = [
     "dsspark.serving.delayed_device",
     *(f"dsspark.reference.{info.name}" for info in pkgutil.iter_modules(dsspark.reference.__path__)),
 ]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(text):
+    """Return the Python blocks of a page."""
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def run_block(block):
+    """Run a block as a program of its own."""
+    exec(compile(block, "<example>", "exec"), {"__name__": "example"})
+
+
 BLOCKS = [
     pytest.param(block, id=f"{page.relative_to(ROOT)}:{i}")
     for page in PAGES
-    for i, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE))
+    for i, block in enumerate(blocks(page.read_text(encoding="utf-8")))
 ]
 
 
@@ -38,10 +50,28 @@ def test_docstring_examples(name):
 def test_there_are_examples():
     attempted = sum(doctest.testmod(importlib.import_module(name)).attempted for name in MODULES)
     assert attempted > 30
-    assert len(BLOCKS) >= 2
+    assert len(BLOCKS) >= 10
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_python_on_a_page_goes_unrun(page):
+    text = page.read_text(encoding="utf-8")
+    fences = re.findall(r"^ *(?:```+|~~~+|:::+) *(\S*)", text, re.MULTILINE)
+    named = [name for name in fences if re.fullmatch(r"\{?(py.*|ipython.*|code|code-block|code-cell)\}?", name.lower())]
+    assert named == ["python"] * len(blocks(text))
+    assert ">>>" not in text
+
+
+def test_a_wrong_example_fails():
+    (block,) = blocks("text\n\n```python\nassert 1 == 2\n```\n")
+    with pytest.raises(AssertionError):
+        run_block(block)
+    (block,) = blocks("```python\nimport dsspark\ndsspark.no_such_name\n```\n")
+    with pytest.raises(AttributeError):
+        run_block(block)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_readme_and_docs_blocks(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, "<example>", "exec"), {"__name__": "example"})
+    run_block(block)

@@ -14,7 +14,7 @@ import dsspark
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 ROOT = Path(__file__).parents[1]
-COMPONENTS = ("markov", "confidence", "calibration", "scheduler", "verification", "rejection")
+COMPONENTS = ("markov", "confidence", "calibration", "scheduler", "verification", "rejection", "losses")
 
 # Steps of a reference that read like the paper, which a kernel fuses, and measures that are taken once, off the hot path.
 REFERENCE_ONLY = {
@@ -26,6 +26,10 @@ REFERENCE_ONLY = {
     ("calibration", "reliability_table"),
     ("calibration", "brier_score"),
     ("calibration", "auroc"),
+    ("losses", "l1_distance"),
+    ("losses", "acceptance_label"),
+    ("losses", "position_weights"),
+    ("losses", "weighted_mean"),
 }
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dsspark"
 
 # What a part of the package may import of ours; everything may import the shared types.
-SHARED = {"_checks", "contracts", "numerics", "randomness", "types", "cost_table"}
+SHARED = {"_checks", "contracts", "numerics", "randomness", "types", "cost_table", "loss_terms"}
 ALLOWED = {
     "reference": SHARED | {"reference"},
     "kernels": SHARED | {"kernels"},
@@ -25,8 +25,22 @@ ALLOWED = {
     "serving": SHARED | {"serving", "models", ""},
     "decoding": SHARED | {"serving", "statistics", "reference", "_dispatch", ""},
 }
+LIBRARY = {
+    *SHARED,
+    *ALLOWED,
+    "_dispatch",
+    "ops",
+    "statistics",
+    "checkpoints",
+    "distributed",
+    "custom_generate",
+    "testing",
+    "__init__",
+}
+# Commands stand on the library, and so does its test kit: the library imports none of them.
+ABOVE = {"cli", "demo", "training", "testing"}
 # A module may know its callers' types without importing them at run time.
-TYPE_ONLY = {"reference": {"models"}, "kernels": {"models"}}
+TYPE_ONLY = {"reference": {"models"}, "kernels": {"models"}, "serving": {"decoding", "_dispatch"}}
 
 COMPONENT_FUNCTIONS = [
     "draft_block",
@@ -71,13 +85,36 @@ def imports_of(path: Path) -> tuple[set[str], set[str]]:
 
 @pytest.mark.parametrize("part", list(ALLOWED))
 def test_imports_point_one_way(part):
-    single = PACKAGE / f"{part}.py"
-    paths = [single] if single.exists() else sorted((PACKAGE / part).rglob("*.py"))
-    for path in paths:
+    for path in modules_of(part):
         run_time, for_types = imports_of(path)
         extra = run_time - ALLOWED[part] - ({"triton"} if part == "kernels" else set())
         assert not extra, f"{path.relative_to(ROOT)} imports {sorted(extra)}"
         assert not for_types - ALLOWED[part] - TYPE_ONLY.get(part, set())
+
+
+def modules_of(part: str) -> list[Path]:
+    """Return the files of a part of the package: a module or a folder."""
+    single = PACKAGE / f"{part}.py"
+    return [single] if single.exists() else sorted((PACKAGE / part).rglob("*.py"))
+
+
+@pytest.mark.parametrize("part", sorted(SHARED))
+def test_shared_modules_import_shared_modules_only(part):
+    (path,) = modules_of(part)
+    run_time, for_types = imports_of(path)
+    assert run_time <= SHARED
+    assert for_types <= SHARED | {"models"}
+
+
+@pytest.mark.parametrize("part", sorted(LIBRARY))
+def test_the_library_imports_neither_commands_nor_the_test_kit(part):
+    paths = modules_of(part)
+    assert paths, f"{part} is gone: strike it from LIBRARY"
+    for path in paths:
+        if path.name == "command.py":  # of `python -m dsspark <part>`: a command beside what it runs
+            continue
+        extra = imports_of(path)[0] & ABOVE - ({"testing"} if part == "testing" else set())
+        assert not extra, f"{path.relative_to(ROOT)} imports {sorted(extra)}"
 
 
 def test_the_import_rule_sees_a_wrong_import(tmp_path):
@@ -132,7 +169,7 @@ def test_everything_public_is_exported_and_documented():
 def test_no_file_is_long():
     long = {
         str(path.relative_to(ROOT)): lines
-        for folder in ("dsspark", "tests", "property_tests", "benchmarks")
+        for folder in ("dsspark", "tests", "property_tests", "benchmarks", "docs")
         for path in (ROOT / folder).rglob("*.py")
         if (lines := len(path.read_text().splitlines())) > 400
     }

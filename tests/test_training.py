@@ -221,7 +221,7 @@ def test_training_pass_equals_decoding(target, generator):
     for b, a in np.ndindex(2, 2):
         place = int(anchors[b, a])
         context = drafter.new_context(1)
-        drafter.extend(context, batch.features[b, :place], torch.zeros(place, dtype=torch.int64))
+        drafter.extend(context, batch.texts.features[b, :place], torch.zeros(place, dtype=torch.int64))
         base, hidden = drafter.backbone_pass(tokens[b, place : place + 1], context)
         previous = tokens[b, place : place + 3][None]
         logits.append(base + drafter.markov_head(previous))

@@ -80,6 +80,12 @@ QUICK = Effort(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `demo`."""
+    parser.add_argument(
+        "--model",
+        choices=("bytes", "smollm2"),
+        default="bytes",
+        help="bytes: the small models of this package; smollm2: a real chat model from a wheel, see docs/smollm2.md (%(default)s)",
+    )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", nargs="+", action="extend", metavar="TEXT", help="text to continue, one or more")
     source.add_argument("--prompt-file", metavar="F", help="a file to continue; any bytes will do")
@@ -95,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-new-tokens", type=int, default=160, metavar="N", help="bytes of each text shown (%(default)s)"
     )
     parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="of target and draft; 0 is greedy (%(default)s)"
+        "--temperature", type=float, metavar="T", help="of target and draft; 0 is greedy (1; with --model smollm2, 0)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of all texts (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a few prompts only: to see that it works, not to measure")
@@ -104,7 +110,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo and return 0, or 1 if a check of losslessness failed."""
     started = time.perf_counter()
+    if args.temperature is None:
+        args.temperature = 0.0 if args.model == "smollm2" else 1.0
     _check_numbers(args)
+    if args.model == "smollm2":
+        from dsspark.smollm2.demo import run as run_smollm2
+
+        return run_smollm2(args, _writable_folder(args.out))
     prompts = user_prompts(args.prompt or [], args.prompt_file, args.domain, args.max_new_tokens)
     out = _writable_folder(args.out)
     from dsspark.demo.report import render_report

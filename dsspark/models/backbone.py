@@ -121,7 +121,44 @@ class DraftLayer(nn.Module):
         return out
 
 
-class ParallelBackbone(nn.Module):
+class DraftBackbone(nn.Module):
+    """What every backbone has: sizes, standardised features, and keys and values for the context.
+
+    Args:
+        config: sizes.
+    """
+
+    feature_mean: Tensor
+    feature_std: Tensor
+
+    def __init__(self, config: BackboneConfig) -> None:
+        super().__init__()
+        self.config = config
+        # Raw features can reach 1e4 in one dimension and drown the rest: standardise each dimension first.
+        self.register_buffer("feature_mean", torch.zeros(config.feature_size))
+        self.register_buffer("feature_std", torch.ones(config.feature_size))
+
+    def context_keys(self, features: Tensor, positions: Tensor) -> list[KeyValue]:
+        """Return the keys and values of each layer for verified tokens at `positions` [...]; each backbone has its own."""
+        raise NotImplementedError(f"context_keys: {type(self).__name__} does not say what its layers attend to")
+
+    def standardise(self, features: Tensor) -> Tensor:
+        """Return features [..., F] with the fitted mean taken off and divided by the fitted standard deviation."""
+        return (features - self.feature_mean) / self.feature_std
+
+    @torch.no_grad()
+    def fit_standardisation(self, features: Tensor) -> None:
+        """Set the mean and the standard deviation of each feature dimension from a sample [N, F] of at least 2 rows."""
+        check_shape("features", features, ("N", self.feature_mean.shape[0]))
+        if features.shape[0] < 2:
+            raise ValueError(
+                f"features: got {features.shape[0]} rows, expected at least 2 to have a standard deviation"
+            )
+        self.feature_mean.copy_(features.mean(dim=0))
+        self.feature_std.copy_(features.std(dim=0).clamp_min(1e-6))
+
+
+class ParallelBackbone(DraftBackbone):
     """The draft layers, and the projection of the target's features into their context.
 
     Args:
@@ -129,15 +166,8 @@ class ParallelBackbone(nn.Module):
         generator: draws the initial weights; a fresh generator with seed 0 if None.
     """
 
-    feature_mean: Tensor
-    feature_std: Tensor
-
     def __init__(self, config: BackboneConfig, generator: torch.Generator | None = None) -> None:
-        super().__init__()
-        self.config = config
-        # Raw features can reach 1e4 in one dimension and drown the rest: standardise each dimension first.
-        self.register_buffer("feature_mean", torch.zeros(config.feature_size))
-        self.register_buffer("feature_std", torch.ones(config.feature_size))
+        super().__init__(config)
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
@@ -149,17 +179,6 @@ class ParallelBackbone(nn.Module):
         """The layers, in order."""
         return cast("list[DraftLayer]", list(self.layers))
 
-    @torch.no_grad()
-    def fit_standardisation(self, features: Tensor) -> None:
-        """Set the mean and the standard deviation of each feature dimension from a sample [N, m * d] of at least 2 rows."""
-        check_shape("features", features, ("N", self.config.feature_size))
-        if features.shape[0] < 2:
-            raise ValueError(
-                f"features: got {features.shape[0]} rows, expected at least 2 to have a standard deviation"
-            )
-        self.feature_mean.copy_(features.mean(dim=0))
-        self.feature_std.copy_(features.std(dim=0).clamp_min(1e-6))
-
     def context_keys(self, features: Tensor, positions: Tensor) -> list[KeyValue]:
         """Return the keys and values that the target's features give each layer (paper eq. 2 and 3).
 
@@ -167,15 +186,15 @@ class ParallelBackbone(nn.Module):
             features: [..., m * d] of verified tokens.
             positions: [...] of those tokens in their texts.
         """
-        context = self.hidden_norm(self.fc((features - self.feature_mean) / self.feature_std))
+        context = self.hidden_norm(self.fc(self.standardise(features)))
         tables = rotary_tables(positions, self.config.head_dim, self.config.rope_base, context.dtype)
         return [KeyValue(*layer.self_attn.key_value(context, tables)) for layer in self.draft_layers]
 
     def forward(self, block: Tensor, anchor_positions: Tensor, context: Sequence[KeyValue]) -> Tensor:
-        """Return the normed hidden states h of every slot, [B, A, gamma, d].
+        """Return the normed hidden states h of every slot, [B, A, slots, d].
 
         Args:
-            block: embeddings of [anchor, mask, ...], [B, A, gamma, d]: A blocks for each of B contexts.
+            block: embeddings of [anchor, mask, ...], [B, A, slots, d]: A blocks for each of B contexts.
             anchor_positions: [B, A]; slot k sits at position anchor + k, and its block sees the context before the anchor.
             context: keys and values of each layer, [B, S, kv_heads, head_dim], S at least the largest anchor position.
         """
@@ -200,15 +219,15 @@ class DraftContext:
         num_requests: R.
     """
 
-    def __init__(self, backbone: ParallelBackbone, num_requests: int) -> None:
+    def __init__(self, backbone: DraftBackbone, num_requests: int) -> None:
         if num_requests < 0:
             raise ValueError(f"num_requests: got {num_requests}, expected 0 or more")
-        config, weight = backbone.config, backbone.fc.weight
+        config, weight = backbone.config, next(backbone.parameters())
         empty = weight.new_zeros(num_requests, 0, config.num_kv_heads, config.head_dim)
         self.layers = [KeyValue(empty, empty) for _ in range(config.num_layers)]
         self.lengths = torch.zeros(num_requests, dtype=torch.int64, device=weight.device)
 
-    def append(self, backbone: ParallelBackbone, features: Tensor, request_ids: Tensor) -> None:
+    def append(self, backbone: DraftBackbone, features: Tensor, request_ids: Tensor) -> None:
         """Append verified tokens; see `DSparkDrafter.extend`."""
         rows = (request_ids >= 0).nonzero()[:, 0]
         requests = request_ids[rows].to(torch.int64)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from dsspark._checks import INT_DTYPES, check_dtype, check_shape
@@ -21,6 +23,37 @@ draft_block = dispatched(_markov.draft_block)
 confidence_logits = dispatched(_confidence.confidence_logits)
 
 
+class TeacherTexts(NamedTuple):
+    """Texts and what the target says along them: what a drafter is trained on.
+
+    Attributes:
+        tokens: [B, T + 1] ids.
+        features: [B, T, m * d], of the target's layers.
+        hidden: [B, T, d], the target's final normed states: its LM head turns them into its logits.
+    """
+
+    tokens: Tensor
+    features: Tensor
+    hidden: Tensor
+
+    def blocks(self, anchors: Tensor, block_size: int, shift: int = 0) -> Tensor:
+        """Return the tokens at anchor + k + shift, k = 0..gamma - 1, [B, A, gamma]: shift 0 gives each slot's previous token."""
+        index = anchors[:, :, None] + torch.arange(block_size) + shift
+        return self.tokens.gather(1, rearrange(index, "b a k -> b (a k)")).view_as(index)
+
+
+class TeacherForced(NamedTuple):
+    """What a drafter says in teacher-forced blocks, row b * A + a for block a of text b.
+
+    Attributes:
+        logits: [B * A, gamma, V] float32, before temperature.
+        confidence_logits: [B * A, gamma] float32; None for a drafter without a confidence head.
+    """
+
+    logits: Tensor
+    confidence_logits: Tensor | None
+
+
 @dataclass(frozen=True)
 class DrafterConfig:
     """Sizes of a drafter.
@@ -30,16 +63,24 @@ class DrafterConfig:
         markov_rank: r; 0 for a parallel-only drafter, which has no sequential head (DFlash).
         markov_kind: "vanilla", "gated" or "rnn".
         has_confidence: whether there is a confidence head.
+        sample_from_anchor: slot 0, the anchor, predicts x_1 (DSpark). False: slot k predicts x_k and slot 0 nothing (DFlash), so a
+            pass has gamma + 1 slots.
     """
 
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     markov_rank: int = 64
     markov_kind: HeadKind = "vanilla"
     has_confidence: bool = True
+    sample_from_anchor: bool = True
 
     def __post_init__(self) -> None:
         if self.markov_rank < 0:
             raise ValueError(f"markov_rank: got {self.markov_rank}, expected 0 (parallel only) or more")
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a backbone pass."""
+        return self.backbone.block_size + (not self.sample_from_anchor)
 
 
 class DSparkDrafter(nn.Module):
@@ -121,9 +162,9 @@ class DSparkDrafter(nn.Module):
         context.append(self.backbone, features, request_ids)
 
     def embed_blocks(self, anchors: Tensor) -> Tensor:
-        """Return the embeddings of [anchor, mask, ...], [..., gamma, d], of anchors [...]."""
+        """Return the embeddings of [anchor, mask, ...], [..., slots, d], of anchors [...]."""
         embed = self._shared[0]
-        masks = anchors.new_full((*anchors.shape, self.block_size - 1), MASK_ID)
+        masks = anchors.new_full((*anchors.shape, self.config.num_slots - 1), MASK_ID)
         out: Tensor = embed(torch.cat((anchors[..., None], masks), dim=-1))
         return out
 
@@ -141,7 +182,7 @@ class DSparkDrafter(nn.Module):
             context: what stands strictly before the anchors.
 
         Returns:
-            U [R, gamma, V] and h [R, gamma, d].
+            U [R, gamma, V] and h [R, gamma, d], row k of which predicts x_{k+1}.
 
         Raises:
             ValueError: for another number of requests than the context has.
@@ -149,8 +190,27 @@ class DSparkDrafter(nn.Module):
         check_shape("anchors", anchors, (context.lengths.shape[0],))
         check_dtype("anchors", anchors, INT_DTYPES)
         block = self.embed_blocks(anchors.to(torch.int64))[:, None]
-        hidden = self.backbone(block, context.lengths[:, None], context.visible())[:, 0]
+        slots = self.backbone(block, context.lengths[:, None], context.visible())[:, 0]
+        hidden = slots[:, -self.block_size :]
         return self.base_logits(hidden), hidden
+
+    def teacher_forced(self, texts: TeacherTexts, anchors: Tensor) -> TeacherForced:
+        """Return what the drafter says in blocks at `anchors` [B, A], all blocks of all texts in one pass (paper 3.3).
+
+        Slot k is corrected with the *true* token before it. Differentiable.
+        """
+        previous = rearrange(texts.blocks(anchors, self.block_size), "b a k -> (b a) k")
+        context = self.backbone.context_keys(texts.features, torch.arange(texts.features.shape[1]))
+        slots = self.backbone(self.embed_blocks(texts.tokens.gather(1, anchors)), anchors, context)
+        hidden = rearrange(slots[:, :, -self.block_size :], "b a k d -> (b a) k d")
+        logits = self.base_logits(hidden).float()
+        if self.markov_head is not None:
+            logits = logits + self.markov_head(previous, hidden).float()
+        if self.confidence_head is None:
+            return TeacherForced(logits, None)
+        w1 = None if self.markov_head is None else self.markov_head.markov_w1.weight
+        with torch.autocast(hidden.device.type, enabled=False):
+            return TeacherForced(logits, self.confidence_head(hidden.float(), previous, w1))
 
     @torch.no_grad()
     def confidence(self, hidden: Tensor, anchors: Tensor, tokens: Tensor, *, backend: Backend = "auto") -> Tensor:

@@ -98,6 +98,9 @@ class ConfidenceHead(nn.Module):
     Args:
         hidden_size: d of the backbone.
         rank: r of the Markov head's W1; 0 for a head that reads h_k alone.
+
+    Raises:
+        ValueError: for a hidden_size below 1 or a negative rank.
     """
 
     def __init__(self, hidden_size: int, rank: int) -> None:

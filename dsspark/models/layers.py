@@ -59,14 +59,32 @@ class SwiGLU(nn.Module):
 
 
 class AttentionProjections(nn.Module):
-    """q, k, v and o projections of grouped-query attention, with a per-head RMSNorm of q and k before the rotation."""
+    """q, k, v and o projections of grouped-query attention, with a per-head RMSNorm of q and k before the rotation.
 
-    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float) -> None:
+    Args:
+        hidden_size: d, of the residual stream that `output` writes to.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        head_dim: even.
+        eps: of the norms.
+        input_size: what q, k and v read, where that is wider than the stream; d if None.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        input_size: int | None = None,
+    ) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        width = input_size or hidden_size
+        self.q_proj = nn.Linear(width, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(width, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(width, num_kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
         self.q_norm = RMSNorm(head_dim, eps)
         self.k_norm = RMSNorm(head_dim, eps)

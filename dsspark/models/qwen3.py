@@ -36,8 +36,6 @@ class Qwen3DrafterConfig(DrafterConfig):
         target_layer_ids: the target layers it reads, increasing: l is the output of layer l, -1 the embedding's.
         draft_vocab_size: rows of the LM head and of W2; V if None.
         confidence_with_markov: the confidence head reads W1[x_{k-1}] beside h_k.
-        sample_from_anchor: slot 0, the anchor, predicts x_1 (DSpark). False: slot k predicts x_k and slot 0 nothing (DFlash), so a
-            pass has gamma + 1 slots.
 
     Raises:
         ValueError: for values that do not fit together.
@@ -48,7 +46,6 @@ class Qwen3DrafterConfig(DrafterConfig):
     target_layer_ids: tuple[int, ...]
     draft_vocab_size: int | None = None
     confidence_with_markov: bool = True
-    sample_from_anchor: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,11 +63,6 @@ class Qwen3DrafterConfig(DrafterConfig):
             raise ValueError(
                 "confidence_with_markov: got True with markov_rank 0, expected False; there is no W1 to read"
             )
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of a backbone pass."""
-        return self.backbone.block_size + (not self.sample_from_anchor)
 
     @property
     def confidence_rank(self) -> int:

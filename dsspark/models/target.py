@@ -186,6 +186,12 @@ class TargetLM(nn.Module):
 
         Numerics: equals `forward` on each request's text up to float rounding.
         """
+        hidden, features = self.hidden_ragged(batch, cache)
+        return TargetOutput(self.lm_head(hidden), features)
+
+    @torch.no_grad()
+    def hidden_ragged(self, batch: PackedBatch, cache: PagedKVCache) -> tuple[Tensor, Tensor]:
+        """Return the final normed states [capacity, d] and the features [capacity, m * d]; see `forward_ragged`."""
         if cache.num_requests != batch.num_requests:
             raise ValueError(f"cache: got {cache.num_requests} requests, expected {batch.num_requests} as in the batch")
         config = self.config
@@ -203,4 +209,29 @@ class TargetLM(nn.Module):
             x = layer.finish(x, mixed)
             if index in config.feature_layers:
                 features.append(x)
-        return TargetOutput(self.lm_head(self.norm(x)), torch.cat(features, dim=-1))
+        return self.norm(x), torch.cat(features, dim=-1)
+
+
+class TargetView:
+    """The same target for drafters that read more of it: its features begin with the embedding of the token itself.
+
+    Args:
+        target: whose law and cache this is.
+        last_hidden: after the embedding come the final normed states (MTP); False: the features of the target's layers (Eagle3).
+    """
+
+    def __init__(self, target: TargetLM, *, last_hidden: bool) -> None:
+        self.target, self.last_hidden = target, last_hidden
+
+    def new_cache(self, num_requests: int = 0) -> PagedKVCache:
+        """Return an empty key-value cache of the target."""
+        return self.target.new_cache(num_requests)
+
+    @torch.no_grad()
+    def forward_ragged(self, batch: PackedBatch, cache: PagedKVCache) -> TargetOutput:
+        """Return the target's own logits, and features [capacity, d + F]; see `TargetLM.forward_ragged`."""
+        hidden, features = self.target.hidden_ragged(batch, cache)
+        read = hidden if self.last_hidden else features
+        return TargetOutput(
+            self.target.lm_head(hidden), torch.cat((self.target.embed_tokens(batch.tokens), read), dim=-1)
+        )

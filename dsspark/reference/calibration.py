@@ -176,8 +176,16 @@ class ReliabilityTable:
 def reliability_table(probabilities: Tensor, outcomes: Tensor, *, num_bins: int = 20) -> ReliabilityTable:
     """Return the counts and means of every bin: what a reliability diagram draws (paper Fig. 6).
 
-    Args, Raises and bins as `expected_calibration_error`, which is the mean distance of mean_probability and mean_outcome
-    weighted by count.
+    The mean distance of mean_probability and mean_outcome, weighted by count, is the expected calibration error.
+
+    Args:
+        probabilities, outcomes, num_bins: as `expected_calibration_error`.
+
+    Returns:
+        A `ReliabilityTable`, its fields [num_bins].
+
+    Raises:
+        ValueError, TypeError: as `expected_calibration_error`.
 
     Numerics: sums in float64.
     Source: paper Fig. 6.
@@ -202,7 +210,14 @@ def reliability_table(probabilities: Tensor, outcomes: Tensor, *, num_bins: int 
 def brier_score(probabilities: Tensor, outcomes: Tensor) -> Tensor:
     r"""Return the mean squared error of the probabilities, $\frac{1}{S} \sum_s (p_s - y_s)^2$, a float32 scalar tensor.
 
-    Args and Raises as `expected_calibration_error`. Numerics: float64 inside. Source: Brier 1950.
+    Args:
+        probabilities, outcomes: as `expected_calibration_error`.
+
+    Raises:
+        ValueError, TypeError: as `expected_calibration_error`.
+
+    Numerics: float64 inside.
+    Source: Brier 1950.
 
     Example:
         >>> import torch
@@ -229,7 +244,9 @@ def auroc(scores: Tensor, outcomes: Tensor) -> Tensor:
         ValueError: for shapes or devices that differ, no samples, a NaN score, outcomes that are not 0/1.
         TypeError: for dtypes that are not listed.
 
-    Numerics: ranks are half-integers, exact in float64. Cost: one sort. Source: Mann and Whitney 1947; paper 4.
+    Numerics: ranks are half-integers, exact in float64.
+    Cost: one sort.
+    Source: Mann and Whitney 1947; paper 4.
 
     Example:
         >>> import torch

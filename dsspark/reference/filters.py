@@ -23,6 +23,8 @@ def target_weights(logits: Tensor, temperature: Tensor, filters: Filters | None 
     Returns:
         w [N, V] and s [N], float32 (float64 for float64 logits); w is 0 where a filter removed the token. s is NaN for a row
         that is no distribution, and where a temperature or a filter's tensor entry is out of range.
+
+    Source: paper 2.1 takes p as given; the order temperature, top-k, top-p, min-p is that of the public engines.
     """
     weights, _, row_sum = row_weights(logits, temperature)
     if filters is None or all(getattr(filters, field.name) is None for field in fields(filters)):
@@ -45,6 +47,7 @@ def filter_weights(logits: Tensor, weights: Tensor, filters: Filters) -> tuple[T
 
     Numerics: running masses in float64. Deterministic.
     Cost: one stable sort of each row.
+    Source: top-k, Fan et al. 2018; top-p, Holtzman et al. 2020; min-p, Nguyen et al. 2024.
     """
     num_rows, vocab_size = weights.shape
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices
@@ -71,14 +74,28 @@ def filter_weights(logits: Tensor, weights: Tensor, filters: Filters) -> tuple[T
 
 
 def as_column(value: float | Tensor, like: Tensor) -> Tensor:
-    """Return a filter's value for each row of `like`, [N, 1]."""
+    """Return a filter's value for each row of `like`, [N, 1] float64.
+
+    Args:
+        value: a scalar, or a tensor that expands to [N].
+        like: [N, V], for its rows and its device.
+
+    Source: design choice of this library.
+    """
     if not isinstance(value, Tensor):
         return torch.full((like.shape[0], 1), value, device=like.device, dtype=torch.float64)
     return value.to(torch.float64).expand(like.shape[0])[:, None]
 
 
 def select_requests(filters: Filters | None, requests: Tensor) -> Filters | None:
-    """Return the filters of some requests: [R] tensors indexed by `requests`, scalars as they are."""
+    """Return the filters of some requests: [R] tensors indexed by `requests`, scalars as they are; None stays None.
+
+    Args:
+        filters: of all requests.
+        requests: [M] int64, which of them.
+
+    Source: design choice of this library.
+    """
     if filters is None:
         return None
 

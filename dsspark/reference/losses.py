@@ -8,54 +8,38 @@ reads the previous *true* token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from dsspark._checks import FLOAT_DTYPES, INT_DTYPES, check_block_size, check_dtype, check_range, check_shape
+from dsspark._checks import check_shape
+from dsspark.loss_terms import (
+    POSITION_DECAY,
+    DraftLosses,
+    SlotLosses,
+    acceptance_label,
+    check_slot_arguments,
+    combined,
+    position_weights,
+    weighted_mean,
+)
 from dsspark.numerics import compute_dtype
 
-POSITION_DECAY = 4.0
-"""The public code's constant at gamma = 7; the paper writes exp(-(k - 1) / gamma)."""
+__all__ = [
+    "POSITION_DECAY",
+    "DraftLosses",
+    "SlotLosses",
+    "acceptance_label",
+    "draft_losses",
+    "l1_distance",
+    "position_weights",
+    "slot_losses",
+    "weighted_mean",
+]
 
-
-@dataclass(frozen=True, kw_only=True)
-class DraftLosses:
-    """The weighted means of a batch, scalars.
-
-    Attributes:
-        total: what is minimised.
-        cross_entropy: of the true tokens, in nats.
-        distance: $|q - p|_1$, in [0, 2].
-        confidence: binary cross-entropy of the confidence head, in nats; 0 without a head.
-        acceptance: the mean of $1 - |q - p|_1 / 2$: how often a drafted token would be accepted. No gradient.
-    """
-
-    total: Tensor
-    cross_entropy: Tensor
-    distance: Tensor
-    confidence: Tensor
-    acceptance: Tensor
-
-
-def position_weights(
-    block_size: int,
-    decay: float = POSITION_DECAY,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """Return exp(-k / decay) for k = 0..gamma - 1, [gamma]: an early rejection wastes the rest of the block.
-
-    Raises:
-        ValueError: for a block size outside 1..32 or a decay that is not positive.
-    """
-    check_block_size("block_size", block_size)
-    if not decay > 0:
-        raise ValueError(f"decay: got {decay}, expected a positive number; use float('inf') for equal weights")
-    return torch.exp(-torch.arange(block_size, dtype=dtype, device=device) / decay)
+_ENTRIES_AT_ONCE = 1 << 20
+"""Probabilities that exist at one moment: 4 MiB of q and as much of p, whatever the batch."""
 
 
 def l1_distance(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
@@ -70,6 +54,8 @@ def l1_distance(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 
     Raises:
         ValueError: for shapes that differ.
+
+    Source: paper 3.3, eq. 12.
     """
     check_shape("target_logits", target_logits, tuple(draft_logits.shape))
     dtype = compute_dtype(draft_logits)
@@ -78,18 +64,82 @@ def l1_distance(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     return (q - p).abs().sum(dim=-1)
 
 
-def acceptance_label(distance: Tensor) -> Tensor:
-    r"""Return $c^* = 1 - \tfrac12 |q - p|_1 = \sum_v \min(q(v), p(v))$, detached (paper eq. 8).
+class _SlotLosses(torch.autograd.Function):
+    """Forward and backward a few slots at a time; the logits are all that is kept between the two."""
 
-    Numerics: clamped to [0, 1], which rounding may leave by an ulp and binary cross-entropy must not see.
+    @staticmethod
+    def forward(ctx: Any, draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(draft_logits, target_logits, labels)
+        cross_entropy = torch.empty(labels.shape, dtype=compute_dtype(draft_logits), device=labels.device)
+        distance = torch.empty_like(cross_entropy)
+        for slots in _chunks(draft_logits):
+            log_q = draft_logits[slots].to(distance.dtype).log_softmax(dim=-1)
+            p = target_logits[slots].to(distance.dtype).log_softmax(dim=-1).exp_()  # as q, so that ties stay ties
+            cross_entropy[slots] = -log_q.gather(1, labels[slots, None].to(torch.int64))[:, 0]
+            distance[slots] = log_q.exp_().sub_(p).abs_().sum(dim=-1)
+        return cross_entropy, distance
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, ce_gradient: Tensor, l1_gradient: Tensor) -> tuple[Tensor, None, None]:
+        draft_logits, target_logits, labels = ctx.saved_tensors
+        gradient = torch.empty_like(draft_logits)
+        for slots in _chunks(draft_logits):
+            q = draft_logits[slots].to(l1_gradient.dtype).log_softmax(dim=-1).exp_()
+            p = target_logits[slots].to(l1_gradient.dtype).log_softmax(dim=-1).exp_()
+            ce, l1 = ce_gradient[slots, None], l1_gradient[slots, None]
+            side = p.sub_(q).sign_().neg_()  # of q - p; 0 at a tie
+            drift = (side * q).sum(dim=-1, keepdim=True)
+            change = q.mul_(side.sub_(drift).mul_(l1).add_(ce))
+            change.scatter_add_(1, labels[slots, None].to(torch.int64), -ce)
+            # A slot that counts for nothing may hold NaN, which 0 * NaN would pass on.
+            gradient[slots] = change.masked_fill_((ce == 0) & (l1 == 0), 0).to(gradient.dtype)
+        return gradient, None, None
+
+
+def _chunks(logits: Tensor) -> list[slice]:
+    count, vocab_size = logits.shape
+    size = max(1, _ENTRIES_AT_ONCE // vocab_size)
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
+def slot_losses(draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> SlotLosses:
+    r"""Return the cross-entropy and the distance of every slot, differentiable in the draft's logits.
+
+    $$\ell_{CE} = -\log q(x), \qquad \ell_1 = \sum_v |q(v) - p(v)|$$
+
+    with the gradients, written in the draft's logits,
+
+    $$\frac{\partial \ell_{CE}}{\partial z_v} = q(v) - [v = x], \qquad
+      \frac{\partial \ell_1}{\partial z_v} = q(v) \Big( s_v - \sum_u s_u q(u) \Big), \qquad s = \mathrm{sign}(q - p),$$
+
+    where a tie, q(v) = p(v), has s_v = 0: the middle of the subgradients, so that a drafter which equals its target stays where it is.
+
+    Args:
+        draft_logits: [S, V] float.
+        target_logits: [S, V] float. No gradient is taken through it.
+        labels: [S] integers, the true tokens, in [0, V).
+
+    Returns:
+        `SlotLosses`, [S] each.
+
+    Raises:
+        ValueError: for shapes or devices that do not belong together.
+        TypeError: for dtypes that are not listed.
+
+    Numerics: laws and sums in float32 (float64 for float64 logits); the gradient is rounded once to the logits' dtype. A slot whose
+        upstream gradients are 0 gets the gradient 0, whatever it holds. Deterministic.
+    Cost: logits read once forward and once backward, one gradient written; never more than 2^20 entries of q and p in memory.
+    Source: paper 3.3, eq. 8 and 12.
+
+    Example:
+        >>> logits = torch.zeros(1, 4, requires_grad=True)
+        >>> losses = slot_losses(logits, torch.zeros(1, 4), torch.tensor([2]))
+        >>> torch.autograd.grad(losses.distance.sum(), logits)[0].tolist()
+        [[0.0, 0.0, 0.0, 0.0]]
     """
-    return (1 - 0.5 * distance.detach()).clamp(0, 1)
-
-
-def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Return sum(w * x) / sum(w); 0 where no slot has any weight. A slot of weight 0 may hold NaN."""
-    values = torch.where(weights > 0, values, 0.0)
-    return (values * weights).sum() / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
+    check_slot_arguments(draft_logits, target_logits, labels)
+    return SlotLosses(*_SlotLosses.apply(draft_logits, target_logits.detach(), labels))  # type: ignore[no-untyped-call]
 
 
 def draft_losses(
@@ -125,7 +175,8 @@ def draft_losses(
         ValueError: for shapes that do not belong together or a negative weight.
         TypeError: for dtypes that are not listed.
 
-    Numerics: laws, losses and means in float32 (float64 for float64 logits). Deterministic.
+    Numerics: laws, losses and means in float32 (float64 for float64 logits). No law is kept for the backward pass: see `slot_losses`.
+        Deterministic.
     Source: paper 3.3, eq. 12; constants of the public code.
 
     Example:
@@ -134,40 +185,15 @@ def draft_losses(
         >>> round(losses.cross_entropy.item(), 4), losses.distance.item(), losses.acceptance.item()
         (1.3863, 0.0, 1.0)
     """
-    check_shape("draft_logits", draft_logits, ("R", "gamma", "V"))
-    check_dtype("draft_logits", draft_logits, FLOAT_DTYPES)
-    check_dtype("target_logits", target_logits, FLOAT_DTYPES)
-    num_blocks, block_size, _ = draft_logits.shape
-    check_shape("labels", labels, (num_blocks, block_size))
-    check_dtype("labels", labels, INT_DTYPES)
-    for name, weight in (("ce_weight", ce_weight), ("l1_weight", l1_weight), ("confidence_weight", confidence_weight)):
-        check_range(name, weight, 0.0, float("inf"), "leave a term out with 0")
-
-    dtype = compute_dtype(draft_logits)
-    weights = position_weights(block_size, decay, dtype=dtype, device=draft_logits.device)
-    weights = weights.expand(num_blocks, block_size)
-    if supervised is not None:
-        check_shape("supervised", supervised, (num_blocks, block_size))
-        check_dtype("supervised", supervised, (torch.bool,))
-        weights = weights * supervised
-
-    cross_entropy = F.cross_entropy(
-        draft_logits.to(dtype).flatten(0, 1), labels.to(torch.int64).flatten(), reduction="none"
-    )
-    distance = l1_distance(draft_logits, target_logits)
-    label = acceptance_label(distance)
-    confidence = torch.zeros((), dtype=dtype, device=draft_logits.device)
-    if confidence_logits is not None:
-        check_shape("confidence_logits", confidence_logits, (num_blocks, block_size))
-        check_dtype("confidence_logits", confidence_logits, FLOAT_DTYPES)
-        slots = F.binary_cross_entropy_with_logits(confidence_logits.to(dtype), label, reduction="none")
-        confidence = weighted_mean(slots, weights)
-    ce_mean = weighted_mean(cross_entropy.view_as(weights), weights)
-    l1_mean = weighted_mean(distance, weights)
-    return DraftLosses(
-        total=ce_weight * ce_mean + l1_weight * l1_mean + confidence_weight * confidence,
-        cross_entropy=ce_mean,
-        distance=l1_mean,
-        confidence=confidence,
-        acceptance=weighted_mean(label, weights),
+    return combined(
+        slot_losses,
+        draft_logits,
+        target_logits,
+        labels,
+        confidence_logits,
+        supervised,
+        decay,
+        ce_weight,
+        l1_weight,
+        confidence_weight,
     )

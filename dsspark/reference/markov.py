@@ -49,6 +49,8 @@ def latent_step(
 
     Raises:
         ValueError: if a gated or RNN head gets no hidden states.
+
+    Source: paper section 3.1, equations 5 and 6; the gated head is in the public code only.
     """
     embedding = head.markov_w1.weight[previous_tokens]
     if head.kind == "vanilla":
@@ -94,6 +96,8 @@ def corrected_logits(
         markov_w2: W2, [V_draft, r], or None likewise.
         out: where to write them, [R, V_draft] float32 (float64); a new tensor if None.
         scratch: of `_scratch`, for callers with several positions; a new tensor if None.
+
+    Source: paper section 3.1, equation 4.
     """
     dtype = compute_dtype(base_logits)
     if latent is None or markov_w2 is None:

@@ -30,6 +30,8 @@ def accepts(uniforms: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tens
     Returns:
         bool, the shape of the arguments. Never True at p = 0 or a NaN; never False at p >= q > 0 (said explicitly, because for
         subnormal q the product u * q can round up to q).
+
+    Source: paper 2.1; Leviathan et al. 2023, Chen et al. 2023.
     """
     ratio_test = uniforms * draft_probs < target_probs
     return ratio_test | ((target_probs >= draft_probs) & (target_probs > 0))
@@ -41,6 +43,8 @@ def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     Args:
         target_probs: p, [N, V].
         draft_probs: q, [N, V], the very numbers of the acceptance test.
+
+    Source: paper 2.1; Leviathan et al. 2023, Chen et al. 2023.
     """
     weights = (target_probs - draft_probs).clamp(min=0)
     empty = weights.sum(dim=-1, keepdim=True) == 0
@@ -61,6 +65,7 @@ def draft_law(draft: DraftBlock, requests: Tensor, position: int, vocab_size: in
 
     Numerics: rows that are not stored are recomputed for all requests at once, the product that drew them, so they are the same
         bit for bit.
+    Source: paper 2.1: q is the law that the token was really drawn from.
     """
     temperature = draft.temperature[requests]
     law = torch.zeros(len(requests), vocab_size, dtype=draft.token_probs.dtype, device=requests.device)

@@ -27,6 +27,7 @@ def first_exceeding(running: Tensor, uniform: Tensor) -> Tensor:
 
     Numerics: an entry of zero mass does not raise the running mass, so it is never the first to exceed. Should rounding leave
         none that exceeds, the last entry that raised it is returned.
+    Source: design choice of this library.
     """
     total = running[:, -1:]
     exceeds = torch.searchsorted(running, (uniform[:, None] * total).contiguous(), right=True)

@@ -14,11 +14,17 @@ from einops import rearrange
 from rich.console import Console
 from torch import Tensor
 
-from dsspark.models.drafter import DrafterConfig, DSparkDrafter
+from dsspark._dispatch import dispatched
+from dsspark.models.drafter import DrafterConfig, DSparkDrafter, TeacherTexts
+from dsspark.models.drafters import AnyDrafter
 from dsspark.models.target import EOS_ID, TargetLM
-from dsspark.reference.losses import DraftLosses, draft_losses
+from dsspark.reference import losses as _losses
+from dsspark.reference.losses import POSITION_DECAY, DraftLosses
 from dsspark.training.loop import Schedule, train
+from dsspark.training.precision import autocast
 from dsspark.training.pretrain import Streams, mixed_rows
+
+draft_losses = dispatched(_losses.draft_losses)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,28 +32,20 @@ class BlockBatch:
     """What the frozen target says about a batch of rows, and the blocks to supervise.
 
     Attributes:
-        tokens: [B, T] ids.
-        features: [B, T, m * d], of the target.
+        texts: the rows and the target's states along them.
         target_logits: [B, A, gamma, V], row k scores the token after slot k.
         anchors: [B, A] positions of the blocks' anchors.
         supervised: [B, A, gamma] bool: no slot after the end of a text.
     """
 
-    tokens: Tensor
-    features: Tensor
+    texts: TeacherTexts
     target_logits: Tensor
     anchors: Tensor
     supervised: Tensor
 
     def slots(self, shift: int) -> Tensor:
         """Return the tokens at anchor + k + shift, [B, A, gamma]: 0 gives the previous tokens, 1 the labels."""
-        return block_tokens(self.tokens, self.anchors, self.supervised.shape[2], shift)
-
-
-def block_tokens(tokens: Tensor, anchors: Tensor, block_size: int, shift: int) -> Tensor:
-    """Return the tokens at anchor + k + shift for k = 0..gamma - 1, [B, A, gamma], of tokens [B, T] and anchors [B, A]."""
-    index = anchors[:, :, None] + torch.arange(block_size) + shift
-    return tokens.gather(1, rearrange(index, "b a k -> b (a k)")).view_as(index)
+        return self.texts.blocks(self.anchors, self.supervised.shape[2], shift)
 
 
 def draw_anchors(rng: np.random.Generator, rows: int, length: int, block_size: int, count: int) -> Tensor:
@@ -65,44 +63,46 @@ def draw_anchors(rng: np.random.Generator, rows: int, length: int, block_size: i
 
 
 @torch.no_grad()
-def teach(target: TargetLM, tokens: Tensor, anchors: Tensor, block_size: int) -> BlockBatch:
-    """Run the frozen target over rows [B, T] and recompute its logits at the supervised slots only."""
-    with torch.autocast("cpu", torch.bfloat16):
+def observe(target: TargetLM, tokens: Tensor) -> TeacherTexts:
+    """Run the frozen target over rows [B, T + 1] and keep its states, not its logits: they are recomputed where they are needed."""
+    with autocast():
         hidden, features = target.hidden_states(tokens[:, :-1])
+    return TeacherTexts(tokens, features.float(), hidden.float())
+
+
+@torch.no_grad()
+def block_batch(target: TargetLM, texts: TeacherTexts, anchors: Tensor, block_size: int) -> BlockBatch:
+    """Return the blocks at `anchors` [B, A] with the target's logits at the supervised slots."""
     index = anchors[:, :, None] + torch.arange(block_size)
-    rows = torch.arange(len(tokens))[:, None, None]
-    ended = (block_tokens(tokens, anchors, block_size, 0) == EOS_ID).cumsum(dim=2) > 0
+    rows = torch.arange(len(texts.tokens))[:, None, None]
+    ended = (texts.blocks(anchors, block_size) == EOS_ID).cumsum(dim=2) > 0
     return BlockBatch(
-        tokens=tokens,
-        features=features.float(),
-        target_logits=target.lm_head(hidden[rows, index].float()),
-        anchors=anchors,
-        supervised=~ended,
+        texts=texts, target_logits=target.lm_head(texts.hidden[rows, index]), anchors=anchors, supervised=~ended
     )
 
 
-def block_losses(drafter: DSparkDrafter, batch: BlockBatch) -> DraftLosses:
-    """Return the losses of a drafter on a batch, all blocks of a row in one pass (paper eq. 12)."""
-    anchor_tokens = batch.tokens.gather(1, batch.anchors)
-    previous = rearrange(batch.slots(0), "b a k -> (b a) k")
-    with torch.autocast("cpu", torch.bfloat16):
-        positions = torch.arange(batch.features.shape[1])
-        context = drafter.backbone.context_keys(batch.features, positions)
-        hidden = drafter.backbone(drafter.embed_blocks(anchor_tokens), batch.anchors, context)
-        hidden = rearrange(hidden, "b a k d -> (b a) k d")
-        logits = drafter.base_logits(hidden).float()
-        if drafter.markov_head is not None:
-            logits = logits + drafter.markov_head(previous).float()
-    confidence = None
-    if drafter.confidence_head is not None:
-        w1 = None if drafter.markov_head is None else drafter.markov_head.markov_w1.weight
-        confidence = drafter.confidence_head(hidden.float(), previous, w1)
+def teach(target: TargetLM, tokens: Tensor, anchors: Tensor, block_size: int) -> BlockBatch:
+    """Run the frozen target over rows [B, T + 1] and return the blocks at `anchors` [B, A]."""
+    return block_batch(target, observe(target, tokens), anchors, block_size)
+
+
+def block_losses(drafter: AnyDrafter, batch: BlockBatch, decay: float = POSITION_DECAY) -> DraftLosses:
+    """Return the losses of a drafter on a batch, all blocks of a row in one pass (paper eq. 12).
+
+    Args:
+        drafter: any of `dsspark.models.drafters`.
+        batch: with blocks of the drafter's gamma.
+        decay: of the position weights.
+    """
+    with autocast():
+        said = drafter.teacher_forced(batch.texts, batch.anchors)
     return draft_losses(
-        logits,
+        said.logits,
         rearrange(batch.target_logits, "b a k v -> (b a) k v"),
         rearrange(batch.slots(1), "b a k -> (b a) k"),
-        confidence,
+        said.confidence_logits,
         supervised=rearrange(batch.supervised, "b a k -> (b a) k"),
+        decay=decay,
     )
 
 

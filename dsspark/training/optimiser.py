@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsspark.training.precision import product_dtype
+
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of a quintic iteration that pushes every singular value towards 1, quickly rather than exactly."""
 ADAM_LIKE_RMS = 0.2
@@ -18,9 +20,9 @@ ADAM_LIKE_RMS = 0.2
 
 
 def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Return roughly U V^T of the singular value decomposition U S V^T of a matrix, in float32, by bfloat16 products."""
+    """Return roughly U V^T of the singular value decomposition U S V^T of a matrix, in float32, by products in `product_dtype`."""
     a, b, c = NEWTON_SCHULZ
-    x = matrix.to(torch.bfloat16)
+    x = matrix.to(product_dtype())
     tall = x.shape[0] > x.shape[1]
     x = x.mT if tall else x
     x = x / (x.norm() + 1e-7)  # singular values into [0, 1]

@@ -13,6 +13,7 @@ from torch import Tensor
 from dsspark.models.target import TargetConfig, TargetLM
 from dsspark.training.corpus import DOMAINS, TokenStream, documents
 from dsspark.training.loop import Schedule, train
+from dsspark.training.precision import autocast
 
 MIXTURE = {"math": 0.5, "code": 0.25, "chat": 0.25}
 """Share of the rows of a batch; math is the domain the small target can learn well."""
@@ -34,8 +35,8 @@ def mixed_rows(streams: Streams, seed: int, step: int, count: int, length: int) 
 
 
 def next_byte_loss(target: TargetLM, rows: Tensor) -> Tensor:
-    """Return the mean cross-entropy in nats of rows [B, T + 1], computed with bfloat16 products."""
-    with torch.autocast("cpu", torch.bfloat16):
+    """Return the mean cross-entropy in nats of rows [B, T + 1], its products in `product_dtype`."""
+    with autocast():
         logits = target(rows[:, :-1]).logits
     return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
 

@@ -22,7 +22,7 @@ from dsspark.models.target import TargetConfig, TargetLM
 from dsspark.reference.calibration import fit_sts
 from dsspark.training.corpus import DOMAINS, Document, documents, held_out_prompts
 from dsspark.training.distill import train_drafters
-from dsspark.training.evaluate import RoundRecord, calibration_errors, run_rounds
+from dsspark.training.evaluate import RoundRecord, calibration_errors, pooled, run_rounds
 from dsspark.training.loop import Schedule, write_atomically
 from dsspark.training.pretrain import MIXTURE, Streams, held_out_losses, load_streams, mixed_rows, train_target
 from dsspark.training.rollout import sample_continuations
@@ -160,7 +160,7 @@ def run_training(
     clock.lap("calibration and measurement")
     provenance = {
         "seed": seed,
-        "commit": _commit(),
+        "commit": commit_of_code(),
         "plan": asdict(plan),
         "mixture": MIXTURE,
         "corpus": _corpus_sizes(plan),
@@ -168,7 +168,7 @@ def run_training(
         "loss_curves": {"target": _curve(history), "drafters": _curve(drafter_history)},
         **measured,
         "minutes": clock.minutes,
-        "machine": _machine(),
+        "machine": describe_machine(),
     }
     save_pretrained(out / "weights", target, drafters["drafter"], drafters["parallel_only"], provenance)
     return provenance
@@ -240,10 +240,12 @@ def calibrate_and_measure(
             greedy = rounds(parts["test"], 0.0)
             tokens_per_round[domain]["0"][name] = greedy.statistics.tokens_per_round
 
-    logits, accepted = _pooled(fitting["drafter"])
-    temperatures = fit_sts(logits, accepted).temperatures
+    fitted, tested = pooled(fitting["drafter"]), pooled(testing["drafter"])
+    assert fitted.confidence_logits is not None
+    assert tested.confidence_logits is not None
+    temperatures = fit_sts(fitted.confidence_logits, fitted.accepted).temperatures
     drafter.set_sts_temperatures(temperatures)
-    logits, accepted = _pooled(testing["drafter"])
+    logits, accepted = tested.confidence_logits, tested.accepted
     return {
         "tokens_per_round": tokens_per_round,
         "acceptance_by_position": acceptance,
@@ -252,11 +254,6 @@ def calibrate_and_measure(
         "ece_after": calibration_errors(logits, accepted, temperatures),
         "rounds": {"fitted": sum(len(r.accepted) for r in fitting["drafter"]), "tested": len(accepted)},
     }
-
-
-def _pooled(records: Sequence[RoundRecord]) -> tuple[Tensor, Tensor]:
-    logits = [record.confidence_logits for record in records if record.confidence_logits is not None]
-    return torch.cat(logits), torch.cat([record.accepted for record in records])
 
 
 class _Clock:
@@ -296,7 +293,7 @@ def _corpus_sizes(plan: Plan) -> dict[str, dict[str, int]]:
     return sizes
 
 
-def _commit() -> str | None:
+def commit_of_code() -> str | None:
     """Return the commit of the checkout this file lies in; None outside one."""
     command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
     try:
@@ -305,7 +302,8 @@ def _commit() -> str | None:
         return None
 
 
-def _machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
+    """Return what a measurement was made on."""
     return {
         "system": platform.system(),
         "processor": platform.machine(),

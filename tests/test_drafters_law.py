@@ -1,0 +1,164 @@
+"""Every drafter inside `generate`: over a lattice of uniforms the counts of emitted texts are exactly the target's law."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from grid_target import SIZES, GridTarget, enlarge, put_head_on_the_grid
+
+import dsspark
+from dsspark.decoding import generate
+from dsspark.models.drafters import DRAFTERS, build_drafter, drafter_config, view_for
+from dsspark.testing.laws import Counts, is_exact, lattice
+
+PROMPT = [1, 0, 2, 3]
+
+
+class LatticeNoise:
+    """Stands for `Uniforms` in `generate`: the request with seed i gets the lattice's point i, round by round."""
+
+    def __init__(self, points):
+        parts = list(points)
+        self.rounds = [
+            dsspark.Uniforms(
+                **{name: torch.cat([getattr(part[t], name) for part in parts]) for name in ("draft", "accept", "final")}
+            )
+            for t in range(points.rounds)
+        ]
+
+    def from_seeds(self, seeds, rounds, block_size):
+        (t,) = set(rounds.tolist())
+        rows, noise = torch.tensor(list(seeds)), self.rounds[t]
+        return dsspark.Uniforms(draft=noise.draft[rows], accept=noise.accept[rows], final=noise.final[rows])
+
+
+class EnoughError(Exception):
+    """Leaves `generate` after the last enumerated round."""
+
+
+def make(name, block_size, generator):
+    target = GridTarget(generator)
+    config = drafter_config(name, target, block_size=block_size, num_layers=2, intermediate_size=24, markov_rank=2)
+    drafter = enlarge(build_drafter(target, config, generator), generator)
+    if getattr(drafter, "markov_head", None) is not None:
+        put_head_on_the_grid(drafter.markov_head, generator)
+    return target, drafter
+
+
+def emitted_counts(monkeypatch, target, drafter, rounds=1, prompt=PROMPT):
+    """Return the counts of the texts that `rounds` rounds of `generate` emit over the whole lattice."""
+    law = target.grid_law(drafter.block_size)
+    points = lattice(law, cell=256, sizes=SIZES, rounds=rounds)
+    monkeypatch.setattr("dsspark.decoding.Uniforms", LatticeNoise(points))
+    texts = [()] * len(points)
+
+    def on_round(report):
+        for row, tokens in zip(report.request_ids, report.verification.tokens.tolist(), strict=True):
+            texts[row] += tuple(token for token in tokens if token >= 0)
+        on_round.seen += 1
+        if on_round.seen == rounds:
+            raise EnoughError
+
+    on_round.seen = 0
+    with pytest.raises(EnoughError):
+        generate(
+            view_for(target, drafter), drafter, [prompt] * len(points), 100, seeds=range(len(points)), on_round=on_round
+        )
+    counts = {}
+    for text in texts:
+        counts[(text,)] = counts.get((text,), 0) + 1
+    return Counts(counts, len(points)), law
+
+
+def exact(monkeypatch, target, drafter, rounds=1):
+    counts, law = emitted_counts(monkeypatch, target, drafter, rounds)
+    return is_exact(counts, law, (PROMPT[-1],))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_block_of_two_has_the_targets_law(monkeypatch, name, seed):
+    target, drafter = make(name, 2, torch.Generator().manual_seed(seed))
+    assert exact(monkeypatch, target, drafter)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_two_rounds_have_the_targets_law(monkeypatch, name):
+    """The second round's drafts come from a context that grew by what the first round accepted."""
+    target, drafter = make(name, 1, torch.Generator().manual_seed(2))
+    assert exact(monkeypatch, target, drafter, rounds=2)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_drafters_laws_really_vary(name):
+    """Else the tests above would say little: rows of q lie on both sides of the plane, and Markov heads correct some and not others."""
+    target, drafter = make(name, 2, torch.Generator().manual_seed(0))
+    rows = {tuple(round(x) for x in row) for row in (2 * propose(target, drafter).draft.logits).flatten(0, 1).tolist()}
+    upper, lower = (0, 0, 2, 2), (2, 2, 0, 0)  # 2 log 3 = 2.2
+    assert {(0, 0, 0, 0), upper} <= rows
+    assert (lower in rows) is name.startswith("dspark")
+
+
+def propose(target, drafter, count=64, seed=5):
+    """Return a proposal for random contexts of three tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 4, (count, 4), generator=generator)
+    captured = []
+    original = drafter.propose
+
+    def keep(*args, **kwargs):
+        captured.append(original(*args, **kwargs))
+        return captured[-1]
+
+    drafter.propose = keep
+    generate(view_for(target, drafter), drafter, tokens.tolist(), 1, seeds=range(count))
+    del drafter.propose
+    return captured[0]
+
+
+def liar(change):
+    """Return a patch of a drafter's `propose` that changes the proposal or the noise."""
+
+    def patched(drafter):
+        original = drafter.propose
+
+        def propose(anchors, context, uniforms, **kwargs):
+            return change(original, anchors, context, uniforms, kwargs)
+
+        drafter.propose = propose
+        return drafter
+
+    return patched
+
+
+def _claims_points(original, anchors, context, uniforms, kwargs):
+    proposal = original(anchors, context, uniforms, **kwargs)
+    return proposal._replace(draft=dsspark.DraftBlock.point(proposal.draft.tokens))
+
+
+def _claims_uniform(original, anchors, context, uniforms, kwargs):
+    draft = original(anchors, context, uniforms, **kwargs).draft
+    return dsspark.types.Proposal(dsspark.DraftBlock.from_logits(draft.tokens, torch.zeros_like(draft.logits)), None)
+
+
+def _repeats_noise(original, anchors, context, uniforms, kwargs):
+    repeated = uniforms.draft[:, :1].expand_as(uniforms.draft).contiguous()
+    return original(anchors, context, dataclasses.replace(uniforms, draft=repeated), **kwargs)
+
+
+def _reads_the_acceptance_noise(original, anchors, context, uniforms, kwargs):
+    shared = torch.stack((uniforms.draft[..., 0], uniforms.accept), dim=-1)
+    return original(anchors, context, dataclasses.replace(uniforms, draft=shared), **kwargs)
+
+
+@pytest.mark.parametrize("name", ["mtp-1", "eagle3", "dflash", "dspark-rnn"])
+@pytest.mark.parametrize("lie", [_claims_points, _claims_uniform, _repeats_noise, _reads_the_acceptance_noise])
+def test_a_drafter_that_lies_is_caught(monkeypatch, name, lie):
+    """q that was not the law of the draw, and noise used twice. MTP-1 has no second draft to repeat noise in."""
+    if name == "mtp-1" and lie is _repeats_noise:
+        name = "dflash-masks"
+    target, drafter = make(name, 2, torch.Generator().manual_seed(0))
+    assert not exact(monkeypatch, target, liar(lie)(drafter))

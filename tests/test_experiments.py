@@ -1,0 +1,192 @@
+"""The study of all drafters: statistics, claims, a whole tiny study that is interrupted and resumed, figures, the committed results."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from scipy import stats
+from tiny_models import tiny_target
+
+from dsspark.experiments import command, figures, results, run
+from dsspark.experiments.fit import fit_drafter, observe_pool
+from dsspark.experiments.pages import results_page
+from dsspark.experiments.plan import DFLASH, DSPARK, VARIANTS, Spec, full_study, lengths, reduced_study
+from dsspark.models.drafters import DRAFTERS
+from dsspark.training.loop import Schedule
+from dsspark.training.pretrain import load_streams
+
+QUIET = Console(quiet=True)
+COMMITTED = Path(__file__).parents[1] / "benchmarks" / "results" / "paper"
+TINY = dataclasses.replace(
+    reduced_study(),
+    seeds=(0, 1),
+    schedule=Schedule(steps=2, peak_lr=1e-3, warmup=1),
+    pool_rows=8,
+    row_length=40,
+    drawn_prefix=8,
+    batch_rows=2,
+    anchors_per_row=4,
+    intermediate_size=32,
+    prompts=1,
+    fit_prompts=1,
+    max_new_tokens=3,
+    texts=2,
+    text_length=24,
+    text_prefix=8,
+    thresholds=(0.0, 0.9),
+    latency_batches=(1,),
+)
+
+
+@pytest.fixture
+def target(generator):
+    return tiny_target(generator).float()
+
+
+def test_a_statistic_is_students_interval():
+    values = [3.1, 2.9, 3.4]
+    found = results.statistic(values)
+    low, high = stats.t.interval(0.95, 2, loc=sum(values) / 3, scale=stats.sem(values))
+    assert (found["low"], found["high"]) == (pytest.approx(low, abs=1e-3), pytest.approx(high, abs=1e-3))
+    assert results.statistic([1.0])["low"] is None
+    assert results.statistic([1.0, math.nan]) is None
+    for freedom, quantile in results.STUDENT_975.items():
+        assert quantile == pytest.approx(stats.t.ppf(0.975, freedom), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([1.0, 1.2, 0.9], "appears"),
+        ([-1.0, -1.2, -0.9], "reversed"),
+        ([1.0, -1.0, 0.2], "not resolved"),
+        ([5.0], "not resolved"),
+    ],
+)
+def test_a_claim_needs_an_interval_above_zero(differences, verdict):
+    assert results.claim("it helps", differences)["verdict"] == verdict
+
+
+def test_counts_become_lengths_and_acceptance():
+    counts = {"rounds": 10, "verified": [10, 10], "reached": [10, 4], "accepted": [4, 1]}
+    assert results.tokens_per_round(counts) == 1.5
+    assert results.conditional(counts) == [0.4, 0.25]
+    assert math.isnan(results.conditional({"reached": [0], "accepted": [0]})[0])
+
+
+def test_the_studies_hold_every_drafter_of_the_paper():
+    for study in (reduced_study(), full_study()):
+        assert {spec.name for spec in study.specs} == set(DRAFTERS)
+        assert len(study.seeds) >= 3
+        assert {3, 7, 15} <= {spec.block_size for spec in study.specs if spec.name == "dspark"}
+        claimed = [spec for spec in study.specs if spec not in VARIANTS]
+        assert all((spec, seed) in study.runs for spec in claimed for seed in study.seeds)
+        assert Spec("dflash", num_layers=5) in study.specs
+        assert len({spec.key for spec in study.specs}) == len(study.specs)
+    assert {spec.block_size for spec in lengths("dspark", reduced=False)} == {3, 7, 11, 15}
+    assert len(full_study().runs) == 3 * len(full_study().specs) > len(reduced_study().runs)
+
+
+def test_drafters_of_a_seed_learn_from_the_same_pool(target, tmp_path):
+    """Training lowers the loss of every kind, repeats bit for bit, and leaves the target alone."""
+    study = dataclasses.replace(TINY, schedule=Schedule(steps=12, peak_lr=1e-2, warmup=1))
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    pool = observe_pool(target, load_streams(held_out=False, num_math=50), study)
+    for name in DRAFTERS:
+        spec = Spec(name, 3, 1)
+        first, history = fit_drafter(target, pool, spec, study, 0, tmp_path / f"{name}.pt", QUIET)
+        again, _ = fit_drafter(target, pool, spec, study, 0, tmp_path / f"{name}_again.pt", QUIET)
+        assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+        assert history[-1]["distance"] < history[0]["distance"]
+    assert all(torch.equal(before[name], value) for name, value in target.state_dict().items())
+
+
+class StopError(Exception):
+    """An interrupt at a chosen drafter."""
+
+
+@pytest.mark.slow
+def test_an_interrupted_study_goes_on_and_draws_its_figures(target, tmp_path, monkeypatch):
+    real, trained = run.fit_drafter, []
+
+    def counted(target, pool, spec, *args):
+        if len(trained) == 5:
+            trained.append(None)
+            raise StopError
+        trained.append(spec.key)
+        return real(target, pool, spec, *args)
+
+    monkeypatch.setattr(run, "fit_drafter", counted)
+    with pytest.raises(StopError):
+        run.run_experiments(target, tmp_path, TINY, console=QUIET)
+    assert len(list((tmp_path / "runs").iterdir())) == 5
+    found = run.run_experiments(target, tmp_path, TINY, console=QUIET)
+    assert len([key for key in trained if key]) == len(TINY.runs)
+    assert not list((tmp_path / "checkpoints").iterdir())
+    assert run.run_experiments(target, tmp_path, TINY, console=QUIET) == found
+    assert len(trained) == len(TINY.runs) + 1
+
+    for name, result in found.items():
+        assert json.loads((tmp_path / "results" / f"{name}.json").read_text()) == json.loads(json.dumps(result))
+        assert all(item["verdict"] in ("appears", "reversed", "not resolved") for item in result["claims"])
+    paths = figures.draw(found, tmp_path / "results")
+    assert all(path.stat().st_size > 5_000 for path in paths)
+    page = results_page(found)
+    assert page.count("| eagle3 |") == 1
+    assert "2-layer DSpark" in page
+    with pytest.raises(ValueError, match=r"^out: got .* which holds runs of another study"):
+        run.run_experiments(target, tmp_path, dataclasses.replace(TINY, prompts=2), console=QUIET)
+
+
+def test_the_command_names_its_study(monkeypatch, tmp_path):
+    """--reduced takes the reduced study, and its absence the full one; the page is written beside the results."""
+    asked = []
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(run, "run_experiments", lambda target, out, study, **rest: asked.append(study))
+    monkeypatch.setattr(figures, "draw", lambda found, folder: [])
+    monkeypatch.setattr(command, "results_page", lambda found: "# page")
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    for words in (["--reduced"], []):
+        assert command.run(parser.parse_args(["--out", str(tmp_path), *words])) == 0
+    assert asked == [reduced_study(), full_study()]
+    assert (tmp_path / "results" / "experiments.md").read_text() == "# page"
+
+
+def committed(name):
+    return json.loads((COMMITTED / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", list(figures.FIGURES))
+def test_committed_results_have_seeds_intervals_and_a_figure(name):
+    result = committed(name)
+    assert len(result["study"]["seeds"]) >= 3
+    assert result["claims"]
+    for item in result["claims"]:
+        assert len(item["difference"]["seeds"]) >= 3
+        assert item["difference"]["low"] <= item["difference"]["value"] <= item["difference"]["high"]
+    assert (COMMITTED / f"{name}.png").stat().st_size > 5_000
+    assert not any(word in json.dumps(result) for word in ("/tmp", "/home", "/work"))
+
+
+def test_committed_claims_follow_from_the_committed_seeds():
+    for name in figures.FIGURES:
+        for item in committed(name)["claims"]:
+            again = results.claim(item["claim"], item["difference"]["seeds"])
+            assert again["verdict"] == item["verdict"]
+            assert again["difference"]["value"] == pytest.approx(item["difference"]["value"], abs=1e-4)
+
+
+def test_table_and_figures_agree_where_they_show_the_same_drafter():
+    table, depth, length = (committed(name)["tokens_per_round"] for name in ("table1", "figure3", "figure4"))
+    for domain, by_temperature in table.items():
+        for spec in (DFLASH, DSPARK):
+            assert depth[domain][spec.key] == by_temperature["1"][spec.key]
+            assert length[domain][spec.name]["7"] == by_temperature["1"][spec.key]
