@@ -7,6 +7,7 @@ import torch
 from helpers import TOP, every, law_counts, logits_of, midpoints
 
 from dsspark import DraftBlock, MarkovHead, Uniforms, draft_block
+from dsspark.reference import markov
 from dsspark.reference.markov import latent_step
 from dsspark.reference.rejection import draft_law
 
@@ -126,6 +127,27 @@ def test_a_token_is_drawn_from_the_logits_that_are_stored(dtype, generator):
     again = DraftBlock.from_logits(block.tokens, block.logits)
     assert torch.equal(again.token_probs, block.token_probs)
     assert torch.equal(again.log_norm, block.log_norm)
+
+
+@pytest.mark.parametrize("tile", [4, V, 1024])  # tiles and a tail, one tile, a tail alone
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_product_in_tiles_is_the_product(tile, dtype, generator, monkeypatch):
+    monkeypatch.setattr(markov, "_TILE", tile)
+    head, base, _, anchors, uniforms = make("vanilla", generator, dtype)
+    latent, w2 = head.markov_w1.weight[anchors], head.markov_w2.weight
+    expected = base.double() + (latent.double() @ w2.double().t())[:, None]
+    wide = torch.full((R, GAMMA, V + 3), torch.nan, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    out = wide[:, 1, :V]
+    assert markov.corrected_logits(base[:, 1], latent, w2, out=out, scratch=markov._scratch(base)) is out
+    torch.testing.assert_close(out.double(), expected[:, 1], rtol=1e-6, atol=1e-6)
+    assert wide[:, 1, V:].isnan().all()  # nothing beside it was written
+    assert torch.equal(markov.corrected_logits(base[:, 1], latent, w2), out)
+    everything = markov.corrected_logits(base, latent[:, None].expand(-1, GAMMA, -1), w2)
+    torch.testing.assert_close(everything.double(), expected, rtol=1e-6, atol=1e-6)
+    block = draft_block(base, anchors, head, uniforms, keep_logits=False, cell=6)
+    for k in range(GAMMA):
+        law = draft_law(block, torch.arange(R), k, V)
+        assert torch.equal(law.gather(1, block.tokens[:, k, None])[:, 0], block.token_probs[:, k])
 
 
 def test_parallel_only_is_the_base_logits(generator):
