@@ -103,7 +103,7 @@ def test_the_demo_of_the_picture():
     assert f"whole blocks: {speeds[1.0]:.2f} times at temperature 1, {speeds[0.0]:.2f} at 0." in text
     greedy = found["greedy"]
     assert f"the target's own: {greedy['prompts'] - greedy['different']} of {greedy['prompts']} prompts." in text
-    assert f"One run on {found['environment']['threads']} thread of" in text
+    assert f"One run on {found['environment']['threads']} thread of an {found['environment']['processor']} " in text
     picture = (ROOT / "docs" / "_static" / "demo.svg").read_text(encoding="utf-8")
     assert "https://" not in picture  # no font from elsewhere
     assert len(picture) < 200_000
