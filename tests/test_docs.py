@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
+from sphinx.errors import SphinxError
 
 from docs.builder import charts, results
 from docs.builder.directives import CHARTS, DIAGRAMS, TABLES
+from docs.builder.links import broken_links, check
 from docs.builder.movement import SMALL, movement
 from docs.builder.sources import lines_of, listing, objects
 from docs.builder.svg import in_bytes
@@ -130,6 +133,16 @@ def test_a_source_page_has_the_lines_and_an_id_for_every_function():
         lines_of(f"{path}::nothing")
     with pytest.raises(LookupError, match="no such Python file"):
         lines_of("dsspark/../conftest.py")
+
+
+def test_a_link_that_leads_nowhere_fails_the_build(tmp_path):
+    (tmp_path / "a.html").write_text(
+        '<p id="here"></p><a href="#here"/><a href="b.html#there"/><a href="https://x.org/#y"/>'
+    )
+    (tmp_path / "b.html").write_text('<a href="a.html#gone"/><a href="c.html"/><a href="a.html?x=1#here"/>')
+    assert broken_links(tmp_path) == ["a.html: b.html#there", "b.html: a.html#gone", "b.html: c.html"]
+    with pytest.raises(SphinxError, match="c.html"):
+        check(SimpleNamespace(builder=SimpleNamespace(name="html"), outdir=tmp_path), None)
 
 
 # Drawings

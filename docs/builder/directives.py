@@ -23,10 +23,11 @@ STEPS = ("reference", "kernel", "law", "measured")
 """Where a trail leads from its equation, in order."""
 
 
-def figure(svg: str, caption: str = "") -> nodes.Node:
-    """Return a drawing as part of the page, so that it takes the page's colours."""
+def figure(svg: str, caption: str = "", identity: str = "") -> nodes.Node:
+    """Return a drawing as part of the page, so that it takes the page's colours; `identity` is what links name."""
     text = f"<figcaption>{caption}</figcaption>" if caption else ""
-    return nodes.raw("", f'<figure class="diagram">{svg}{text}</figure>', format="html")
+    name = f' id="{identity}"' if identity else ""
+    return nodes.raw("", f'<figure class="diagram"{name}>{svg}{text}</figure>', format="html")
 
 
 def _percent(value: float) -> str:
@@ -154,8 +155,7 @@ class Measured(SphinxDirective):
                 raise self.error(f"measured: traffic.json has no task {task!r}")
             colors = [{"kernel": 3, "reference": 1}.get(name, 5) for name, _, _ in bars]
             title = f"{task}: bytes moved over the fewest that have to move"
-            found.append(nodes.target("", "", ids=[results.identity(task)]))
-            found.append(figure(charts.bars(title, bars, start=1.0, styles=colors)))
+            found.append(figure(charts.bars(title, bars, start=1.0, styles=colors), identity=results.identity(task)))
         facts = results.described(results.load(results.RESULTS / "traffic.json")["provenance"])
         text = f"Counted, not timed, in Triton's interpreter ({facts}); how, and the sizes: {{doc}}`/benchmarks`."
         return [*found, *self.parse_text_to_nodes("\n\n".join([text, self._cpu(tasks), self._gpu(tasks)]))]
