@@ -76,6 +76,7 @@ bench-gpu: $(STAMP)
 
 traffic: $(STAMP)
 	$(BIN)/python -m benchmarks.traffic
+	$(BIN)/python -m benchmarks.movement
 
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html

@@ -1,4 +1,4 @@
-"""The fewest bytes of each task: every input read once, every output written once, nothing of size V in between (design, section 10).
+"""The fewest bytes of each task: every input read once, every output written once, nothing of size V in between.
 
 These are floors of the plan, not of physics: rows after the first rejection are needed by nobody, yet nobody can know before reading.
 """

@@ -1,4 +1,4 @@
-"""Small checkpoints in the public formats, written by hand: names, shapes and keys as paper.md section 11 and the sources state them."""
+"""Small checkpoints in the public formats, written by hand: names, shapes and keys as the public checkpoints have them."""
 
 from __future__ import annotations
 

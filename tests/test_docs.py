@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
+from sphinx.errors import SphinxError
 
 from docs.builder import charts, results
 from docs.builder.directives import CHARTS, DIAGRAMS, TABLES
+from docs.builder.links import broken_links, check
 from docs.builder.movement import SMALL, movement
 from docs.builder.sources import lines_of, listing, objects
 from docs.builder.svg import in_bytes
@@ -45,6 +48,9 @@ def broken(trail, text):
             if not target.startswith(folder) or (step == "law" and not target.partition("::")[2].startswith("test_")):
                 wrong.append(f"{target} is no {step}")
     for target in trail.get("measured", []):
+        if "::" in target:  # a test that counts, where no task is timed
+            lines_of(target)
+            continue
         page, _, task = target.rpartition(":")
         there = (DOCS / f"{page}.md").read_text(encoding="utf-8") if page else text
         measured = [
@@ -99,7 +105,7 @@ def test_every_file_and_function_that_a_page_names_exists(page):
         lines_of(target)
     for trail in trails(text):
         assert broken(trail, text) == []
-    for path in re.findall(r"`((?:tests|property_tests|benchmarks|dsspark|docs)/[\w./-]+)`", text):
+    for path in re.findall(r"`((?:tests|property_tests|benchmarks|dsspark|docs)/[\w./-]*[\w-])`", text):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
     for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
         assert (page.parent / path).exists(), f"{page.name} shows {path}"
@@ -127,6 +133,16 @@ def test_a_source_page_has_the_lines_and_an_id_for_every_function():
         lines_of(f"{path}::nothing")
     with pytest.raises(LookupError, match="no such Python file"):
         lines_of("dsspark/../conftest.py")
+
+
+def test_a_link_that_leads_nowhere_fails_the_build(tmp_path):
+    (tmp_path / "a.html").write_text(
+        '<p id="here"></p><a href="#here"/><a href="b.html#there"/><a href="https://x.org/#y"/>'
+    )
+    (tmp_path / "b.html").write_text('<a href="a.html#gone"/><a href="c.html"/><a href="a.html?x=1#here"/>')
+    assert broken_links(tmp_path) == ["a.html: b.html#there", "b.html: a.html#gone", "b.html: c.html"]
+    with pytest.raises(SphinxError, match=r"b\.html: c\.html"):
+        check(SimpleNamespace(builder=SimpleNamespace(name="html"), outdir=tmp_path), None)
 
 
 # Drawings
@@ -207,6 +223,22 @@ def test_results_of_a_gpu_are_the_newest_of_them(tmp_path):
         )
     assert results.benchmarks(gpu=True, results=tmp_path)["provenance"]["gpu"] == "H200"
     assert results.benchmarks(gpu=False, results=tmp_path)["provenance"]["date"] == "2026-12-01"
+
+
+def test_results_of_an_evaluation_are_shown_where_there_are_any(tmp_path):
+    assert results.evaluation_pages(tmp_path) == []
+    (tmp_path / "evaluate").mkdir()
+    page = tmp_path / "evaluate" / "evaluate.md"
+    page.write_text("# Rounds\n\n![a](a.png)\n\n| x |\n| --- |\n")
+    for name in ("a.png", "reliability_all.png"):
+        (page.parent / name).write_bytes(b"")
+    assert results.evaluation_pages(tmp_path) == [page]
+    text = results.included(page)
+    assert text.startswith("**Rounds**\n")
+    for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
+        assert (DOCS / picture).resolve().parent == page.parent.resolve()
+    assert text.count("a.png") == 1
+    assert "![reliability all](" in text
 
 
 def test_a_page_shows_gpu_times_only_if_they_are_committed():

@@ -59,7 +59,7 @@ def counted(law, stages=None, anchors=(0,), rounds=1):
 
 
 def test_the_documented_law_does_not_fit_8_by_8_and_fits_8_by_15():
-    """q = (1, 2, 3, 2) / 8 in cells of two (design section 8)."""
+    """q = (1, 2, 3, 2) / 8 in cells of two."""
     assert two_level_sizes((1, 2, 3, 2), 2) == (8, 15)
     law = GridLaw.independent((1, 2, 3, 2), (1, 2, 3, 2))
     for wrong in ((8, 8), (16, 16), (4, 15)):
@@ -176,7 +176,7 @@ def test_an_impossible_token_or_an_empty_text_is_not_the_targets_law():
     assert not is_exact(lost, GridLaw.independent((1, 1), (1, 1)))
 
 
-# Appendix A, and the published counterexamples of the design
+# Appendix A, and the counterexamples of the documentation
 
 
 def test_appendix_a_the_global_search_gives_17_20ths():

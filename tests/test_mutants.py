@@ -9,7 +9,7 @@ from dsspark.testing.mutants import MUTANTS, Mutant, healthy_complaints, kill_al
 
 SEEDS = range(5)
 
-# What the design lists as faults that engines have shipped, by the names used here.
+# Faults that engines have shipped, by the names used here.
 LISTED = {
     "residual from p",
     "residual subtracts q only at the drafted token",

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from docs.builder import directives, sources
+from docs.builder import directives, links, sources
 
 
 def setup(app: Any) -> dict[str, bool]:
     """Register everything with Sphinx."""
     sources.setup(app)
     directives.setup(app)
+    app.connect("build-finished", links.check)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -31,7 +31,7 @@ def picture(results: Results) -> str:
     console.print(terminal.transcript_view(results.transcripts[0]))
     console.print(terminal.findings(results))
     svg = console.export_svg(title="make demo")
-    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"@font-face \{.*?\}\s*|<!--.*?-->\s*", "", svg, flags=re.DOTALL)
     return "\n".join(line.strip() for line in svg.splitlines() if line.strip()) + "\n"
 
 

@@ -12,7 +12,6 @@ from sphinx.util.docutils import SphinxDirective
 
 from docs.builder import charts, diagrams, results, sources
 from docs.builder.movement import movement
-from docs.builder.sources import ROOT
 
 DIAGRAMS: dict[str, Callable[[], str]] = {
     "cycle": diagrams.cycle,
@@ -24,10 +23,11 @@ STEPS = ("reference", "kernel", "law", "measured")
 """Where a trail leads from its equation, in order."""
 
 
-def figure(svg: str, caption: str = "") -> nodes.Node:
-    """Return a drawing as part of the page, so that it takes the page's colours."""
+def figure(svg: str, caption: str = "", identity: str = "") -> nodes.Node:
+    """Return a drawing as part of the page, so that it takes the page's colours; `identity` is what links name."""
     text = f"<figcaption>{caption}</figcaption>" if caption else ""
-    return nodes.raw("", f'<figure class="diagram">{svg}{text}</figure>', format="html")
+    name = f' id="{identity}"' if identity else ""
+    return nodes.raw("", f'<figure class="diagram"{name}>{svg}{text}</figure>', format="html")
 
 
 def _percent(value: float) -> str:
@@ -74,7 +74,8 @@ class Trail(SphinxDirective):
         for step in STEPS:
             paragraph = nodes.paragraph("", "", nodes.inline(step, step, classes=["step"]))
             for target in self.options[step].split():
-                paragraph += self._measured(target) if step == "measured" else self._source(target)
+                by_task = step == "measured" and "::" not in target
+                paragraph += self._measured(target) if by_task else self._source(target)
                 paragraph += nodes.Text(" ")
             items += nodes.list_item("", paragraph)
         return [items]
@@ -83,7 +84,7 @@ class Trail(SphinxDirective):
         return sources.link(self.env, target, target.partition("::")[2] or Path(target).name, self.get_location())
 
     def _measured(self, target: str) -> nodes.Node:
-        """Return the link to the figures of a task, "task" on this page or "page:task"."""
+        """Return the link to the figures of a task, "task" on this page or "page:task"; a test that counts is a source."""
         page, _, task = target.rpartition(":")
         page = page or self.env.docname
         if page not in self.env.found_docs:
@@ -154,8 +155,7 @@ class Measured(SphinxDirective):
                 raise self.error(f"measured: traffic.json has no task {task!r}")
             colors = [{"kernel": 3, "reference": 1}.get(name, 5) for name, _, _ in bars]
             title = f"{task}: bytes moved over the fewest that have to move"
-            found.append(nodes.target("", "", ids=[results.identity(task)]))
-            found.append(figure(charts.bars(title, bars, start=1.0, styles=colors)))
+            found.append(figure(charts.bars(title, bars, start=1.0, styles=colors), identity=results.identity(task)))
         facts = results.described(results.load(results.RESULTS / "traffic.json")["provenance"])
         text = f"Counted, not timed, in Triton's interpreter ({facts}); how, and the sizes: {{doc}}`/benchmarks`."
         return [*found, *self.parse_text_to_nodes("\n\n".join([text, self._cpu(tasks), self._gpu(tasks)]))]
@@ -194,21 +194,15 @@ class GpuStatus(SphinxDirective):
 
 
 class Evaluation(SphinxDirective):
-    """{evaluation}: the pages of `python -m dsspark evaluate`, or one line that says it has not run."""
+    """{evaluation}: the pages of `python -m dsspark evaluate` and `experiments`, or one line that says they have not run."""
 
     def run(self) -> list[nodes.Node]:
         """Return the pages with their headings turned into bold lines."""
-        found: list[nodes.Node] = []
-        for page in results.evaluation_pages():
+        pages = results.evaluation_pages()
+        for page in pages:
             self.env.note_dependency(str(page))
-            lines = page.read_text(encoding="utf-8").splitlines()
-            text = "\n".join(f"**{line.lstrip('# ')}**" if line.startswith("#") else line for line in lines)
-            found += self.parse_text_to_nodes(text)
-            for picture in sorted(page.parent.glob("*.png")):
-                if picture.name not in text:
-                    path = "/../" + picture.relative_to(ROOT).as_posix()
-                    found += self.parse_text_to_nodes(f"![{picture.stem.replace('_', ' ')}]({path})")
-        return found or list(self.parse_text_to_nodes("No result of `python -m dsspark evaluate` is committed yet."))
+        none = "No result of `python -m dsspark evaluate` or `python -m dsspark experiments` is committed yet."
+        return list(self.parse_text_to_nodes("\n\n".join(map(results.included, pages)) or none))
 
 
 def setup(app: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -176,5 +178,15 @@ def effects_table() -> str:
 
 
 def evaluation_pages(results: Path = RESULTS) -> list[Path]:
-    """Return the pages that `python -m dsspark evaluate` wrote into the results, in order; none before it has run."""
-    return sorted(page for folder in sorted(results.glob("evaluat*")) for page in folder.rglob("*.md"))
+    """Return the pages that `python -m dsspark evaluate` and `experiments` wrote into the results; none before they have run."""
+    return [page for folder in ("evaluate", "paper") for page in sorted((results / folder).rglob("*.md"))]
+
+
+def included(page: Path) -> str:
+    """Return a page of results as a part of one in `docs/`: headings become bold lines, pictures keep their place."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    text = "\n".join(f"**{line.lstrip('# ')}**" if line.startswith("#") else line for line in lines)
+    folder = os.path.relpath(page.parent, ROOT / "docs")
+    shown = re.sub(r"(!\[[^\]]*\]\()([^):]+\))", rf"\1{folder}/\2", text)
+    rest = [picture for picture in sorted(page.parent.glob("*.png")) if picture.name not in text]
+    return "\n\n".join([shown, *(f"![{picture.stem.replace('_', ' ')}]({folder}/{picture.name})" for picture in rest)])

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says, in one form for all public formats (paper.md section 11 has the contracts).
+"""What a checkpoint's config.json says, in one form for all public formats.
 
 Numbers keep one meaning: `block_size` is gamma, the drafted tokens a round; `target_layer_ids` follow DeepSpec (l is the output of layer
 l, -1 the embedding's). speculators counts hidden states instead, so its ids are one higher, and a block that does not sample from its

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -324,12 +323,12 @@ def _time_all(
 
 def provenance() -> dict[str, Any]:
     """Return what the shipped weights say about themselves; empty where they say nothing."""
-    file = resources.files("dsspark") / "weights" / "provenance.json"
+    from dsspark.models.pretrained import load_provenance
+
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        return load_provenance()
     except FileNotFoundError:
         return {}
-    return dict(content)
 
 
 def environment() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p on the target's law, and the law of a target row (design: temperature, then top-k, top-p, min-p)."""
+"""Top-k, top-p and min-p on the target's law, and the law of a target row (temperature first, then top-k, top-p, min-p)."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ V4_FLASH_LIKE = Model(
     experts_per_token=Sourced(6, "", f"{_FLASH_CONFIG}: num_experts_per_tok"),
     expert_intermediate=Sourced(2048, "", f"{_FLASH_CONFIG}: moe_intermediate_size"),
     active_parameters=Sourced(13e9, "", f"{_V4_CARD}: 13B activated"),
-    total_parameters=Sourced(284e9, "", f"{_V4_CARD}: 284B (also the project's seed 001)"),
+    total_parameters=Sourced(284e9, "", f"{_V4_CARD}: 284B"),
     expert_bytes=_FP4,
     dense_bytes=_FP8,
     vocab_size=_VOCAB,
@@ -119,7 +119,7 @@ V4_PRO_LIKE = Model(
     experts_per_token=Sourced(6, "", f"{_PRO_CONFIG}: num_experts_per_tok"),
     expert_intermediate=Sourced(3072, "", f"{_PRO_CONFIG}: moe_intermediate_size"),
     active_parameters=Sourced(49e9, "", f"{_V4_CARD}: 49B activated"),
-    total_parameters=Sourced(1.6e12, "", f"{_V4_CARD}: 1.6T (also the project's seed 001)"),
+    total_parameters=Sourced(1.6e12, "", f"{_V4_CARD}: 1.6T"),
     expert_bytes=_FP4,
     dense_bytes=_FP8,
     vocab_size=_VOCAB,
@@ -137,42 +137,40 @@ CAPTURED_PER_GPU = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 16 to 512; larger batches run unpadded."""
 
 DSPARK_STAGES = Sourced(
-    3, "blocks", "paper.md section 11: stages mtp.0 to mtp.2; each is a full layer with routed experts (NeMo AutoModel)"
+    3,
+    "blocks",
+    "public DeepSeek-V4 checkpoint: stages mtp.0 to mtp.2; each is a full layer with routed experts (NeMo AutoModel)",
 )
-DSPARK_BLOCK_SIZE = Sourced(5, "drafts", "paper.md section 11: dspark_block_size 5")
+DSPARK_BLOCK_SIZE = Sourced(5, "drafts", "public DeepSeek-V4 configuration: dspark_block_size 5")
 MTP_STAGES = Sourced(1, "block", "DeepSeek-V3 report: MTP depth 1")
 SEQUENTIAL_SHARE = Sourced(
-    0.0075, "of a step", "paper.md section 3: the sequential head costs 0.2 to 1.3 % of the round; the middle"
+    0.0075, "of a step", "DSpark paper, Fig. 4: the sequential head costs 0.2 to 1.3 % of the round; the middle"
 )
 PROFILED_BUDGET = Sourced(4, "tokens a request", "ours: a step is profiled with B / 4 requests, as in the demo")
 
-MTP_ACCEPTANCE = Sourced(0.875, "", "paper.md section 10: MTP-1 acceptance 85 to 90 % across topics; the middle")
+MTP_ACCEPTANCE = Sourced(0.875, "", "DeepSeek-V3 report: MTP-1 acceptance 85 to 90 % across topics; the middle")
 ACCEPTED_LENGTH = {
     "math": Sourced(
         (6.11 + 5.70 + 4.89) / 3,
         "tokens a round",
-        "paper.md section 9, Table 1 (Qwen3-4B, DSpark): GSM8K, MATH, AIME25",
+        "DSpark paper, Table 1 (Qwen3-4B, DSpark): GSM8K, MATH, AIME25",
     ),
-    "code": Sourced((5.13 + 5.38 + 4.86) / 3, "tokens a round", "paper.md section 9, Table 1: MBPP, HumanEval, LCB"),
-    "chat": Sourced(
-        (3.64 + 3.54 + 3.29) / 3, "tokens a round", "paper.md section 9, Table 1: MT-Bench, Alpaca, Arena-Hard"
-    ),
+    "code": Sourced((5.13 + 5.38 + 4.86) / 3, "tokens a round", "DSpark paper, Table 1: MBPP, HumanEval, LCB"),
+    "chat": Sourced((3.64 + 3.54 + 3.29) / 3, "tokens a round", "DSpark paper, Table 1: MT-Bench, Alpaca, Arena-Hard"),
 }
-TABLE_1_BLOCK_SIZE = Sourced(7, "drafts", "paper.md section 11: DeepSpec's block size, at which Table 1 was taken")
-CONFIDENCE_AUC = Sourced(0.86, "", "paper.md section 4: AUC 0.81 to 0.91; the middle")
+TABLE_1_BLOCK_SIZE = Sourced(7, "drafts", "DeepSpec configuration: its block size, at which Table 1 was taken")
+CONFIDENCE_AUC = Sourced(0.86, "", "DSpark paper, section 4: AUC 0.81 to 0.91; the middle")
 SHARED_VARIANCE = Sourced(0.5, "", "ours: half of what makes a draft hard is common to its round")
 
-DOMAIN_MIX = {"math": 1 / 3, "code": 1 / 3, "chat": 1 / 3}
-"""Source: ours; the three groups of Table 1 in equal parts. What DeepSeek serves is not public."""
 PROMPT_TOKENS = Sourced(1024, "tokens", "ours: 1K in, as the benchmarks of TensorRT-LLM; drawn exponentially around it")
-OUTPUT_TOKENS = Sourced(200, "tokens", "issue 7: requests of 200 output tokens")
+OUTPUT_TOKENS = Sourced(200, "tokens", "ours: requests of 200 output tokens")
 
 PAPER_SPEEDUP = {"v4-flash": (1.60, 1.85), "v4-pro": (1.57, 1.78)}
-"""Tokens a second of one user over MTP-1 at matched throughput. Source: paper.md section 9; self-reported, reproduced by nobody."""
+"""Tokens a second of one user over MTP-1 at matched throughput. Source: DSpark paper, section 5; self-reported, reproduced by nobody."""
 PAPER_THROUGHPUT_GAIN = {"v4-flash": 1.51, "v4-pro": 1.52}
-"""Throughput over MTP-1 at a moderate speed target. Source: paper.md section 9; self-reported."""
+"""Throughput over MTP-1 at a moderate speed target. Source: DSpark paper, section 5; self-reported."""
 PAPER_BUDGET = (4.0, 6.0)
-"""Verified tokens a request and step, 1 + l, when calm, falling towards 1 as load grows. Source: paper.md section 9, figure 8."""
+"""Verified tokens a request and step, 1 + l, when calm, falling towards 1 as load grows. Source: DSpark paper, Fig. 8."""
 
 
 def all_sources(model: Model, hardware: Hardware = H200_NODE) -> dict[str, dict[str, object]]:

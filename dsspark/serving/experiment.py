@@ -132,7 +132,7 @@ def run_point(system: System, load: Load, policy: str, on_progress: Callable[[in
     workload = draw_workload(
         load.count,
         domains=pool.domains,
-        mix=load.mix or {name: 1.0 for name in pool.domains},
+        mix=load.mix or {name: 1.0 for name in pool.domains},  # what DeepSeek serves is not public
         prompt_tokens=load.prompt_tokens,
         output_tokens=load.output_tokens,
         output_spread=load.output_spread,
