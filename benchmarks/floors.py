@@ -24,6 +24,11 @@ def rejection(size: Size, *, rejected: int) -> int:
     return row * (size.num_requests * (size.block_size + 1) + rejected)
 
 
+def losses(size: Size) -> int:
+    """Both rows of a slot forward and once more backward, and one row of gradient: nothing of size V is kept in between."""
+    return 5 * size.num_requests * size.block_size * size.vocab_size * size.dtype.itemsize
+
+
 def calibration(size: Size, outcome_bytes: int) -> int:
     """A float32 logit and an outcome a sample and position; the temperatures and errors do not count."""
     return size.samples * size.block_size * (4 + outcome_bytes)

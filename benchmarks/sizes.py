@@ -40,7 +40,7 @@ class Size:
         return f"R{self.num_requests}-g{self.block_size}-V{self.vocab_size}-{dtype}"
 
 
-COMPONENTS = ("markov", "confidence", "calibration", "scheduler", "verification", "rejection")
+COMPONENTS = ("markov", "confidence", "calibration", "scheduler", "verification", "rejection", "losses")
 
 _BF16 = {"dtype": torch.bfloat16, "hidden_size": 4096, "context": 4096, "samples": 1_000_000, "temperatures": 100}
 

@@ -9,6 +9,7 @@ from benchmarks.cases import Case
 from benchmarks.sizes import Size
 from benchmarks.tasks_planning import attention, calibration, confidence, packing, scheduler
 from benchmarks.tasks_sampling import markov, rejection
+from benchmarks.tasks_training import losses
 
 TASKS: dict[str, tuple[str, Callable[[Size, str], Case]]] = {
     "markov": ("markov", markov),
@@ -19,5 +20,6 @@ TASKS: dict[str, tuple[str, Callable[[Size, str], Case]]] = {
     "verification, pack": ("verification", packing),
     "verification, attention": ("verification", attention),
     "rejection": ("rejection", rejection),
+    "losses": ("losses", losses),
 }
 """Task name: its component, and what builds it from a size and a device."""

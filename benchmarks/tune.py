@@ -35,6 +35,7 @@ PLACES = {
     "verification, pack": "packing",
     "verification, attention": "verification",
     "rejection": "rejection_plan",
+    "losses": "losses",
 }
 """The module of `dsspark.kernels` in which a task looks its `choose_config` up."""
 

@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         choices=("bytes", "smollm2"),
         default="bytes",
-        help="bytes: the small models of this package; smollm2: a real chat model from a wheel, see docs/smollm2.md (%(default)s)",
+        help="bytes: the small models of this package; smollm2: a real chat model from a wheel, see the page on SmolLM2 (%(default)s)",
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", nargs="+", action="extend", metavar="TEXT", help="text to continue, one or more")
