@@ -95,6 +95,8 @@ def _confidence(name: str, measured: Mapping[str, Any]) -> list[str]:
     ]
     lines = [f"## Confidence of {name} at temperature 1, all domains ({measured['confidence']['rounds']} rounds)", ""]
     lines += table(["position", "ECE % before STS", "ECE % after", "AUC after", "Brier before", "Brier after"], rows)
+    if "thresholds" not in measured:
+        return lines
     lines += [
         f"## Confidence threshold of {name} at temperature 1",
         "",
