@@ -22,7 +22,7 @@ from dsspark.models.drafters import build_drafter, drafter_config
 from dsspark.models.pretrained import load_pretrained, load_provenance
 from dsspark.models.target import EOS_ID
 from dsspark.statistics import RoundStatistics
-from dsspark.training.evaluate import RoundRecord, calibration_errors, pooled
+from dsspark.training.evaluate import RoundRecord, calibration_errors, pooled, split
 from dsspark.training.run import run_training
 
 SHIPPED = Path(__file__).parents[1] / "benchmarks" / "results" / "evaluate" / "evaluate.json"
@@ -86,6 +86,18 @@ def test_pooled_records_keep_prompts_apart():
     joined = pooled([record_of([1, 2], [0, 1]), record_of([3, 0], [0, 0])])
     assert joined.prompt_ids.tolist() == [0, 1, 2, 2]
     assert joined.statistics.emitted == 4 + 6
+
+
+def test_splitting_undoes_pooling():
+    parts = [
+        record_of([1, 2, 0], [0, 1, 1], logits=torch.arange(9.0).view(3, 3)),
+        record_of([3], [0], logits=torch.ones(1, 3)),
+    ]
+    for part, again in zip(parts, split(pooled(parts), [2, 1]), strict=True):
+        for name in ("confidence_logits", "accepted", "lengths", "prompt_ids"):
+            assert torch.equal(getattr(part, name), getattr(again, name))
+        assert again.statistics.tokens_per_round == part.statistics.tokens_per_round
+        assert len(again.tokens) == len(part.tokens)
 
 
 def test_overlap_is_one_minus_total_variation(generator):
@@ -223,8 +235,10 @@ def test_the_command_writes_json_figures_and_tables(weights_folder, tmp_path, ca
         assert PromptCounts.from_json(found["by_prompt"]).rounds.sum() == found["rounds"]
         assert measured["teacher_forced"]["math"]["0"]["value"]
         assert measured["latency"] == {}
-        assert measured["thresholds"]["math"][0]["budget"] == 4.0
-        assert measured["thresholds"]["math"][1]["budget"] <= 4.0
+    points = result["drafters"]["drafter"]["thresholds"]["math"]
+    assert points[0]["budget"] == 4.0
+    assert points[1]["budget"] < 4.0
+    assert "thresholds" not in result["drafters"]["parallel_only"]  # its STS is not fitted
     names = {path.name for path in tmp_path.glob("*.png")}
     assert {"acceptance.png", "reliability_drafter.png", "thresholds_drafter.png"} <= names
     assert "Tokens a round" in capsys.readouterr().out

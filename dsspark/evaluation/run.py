@@ -105,8 +105,8 @@ def evaluate(
     Returns:
         "protocol", "made" (commit, machine) and "drafters": name -> {"rounds": domain -> temperature -> summary and "by_prompt"
         counts; "teacher_forced": domain -> temperature -> acceptance by position; "confidence": see `judge_confidence`, over all
-        domains at temperature 1; "thresholds": domain -> list of summaries, for a drafter whose STS was fitted; "latency": batch -> milliseconds and shares}. An
-        estimate is {"value", "low", "high"}: 95 % bootstrap intervals over prompts.
+        domains at temperature 1; "thresholds": domain -> list of summaries, for a drafter whose STS was fitted; "latency": batch ->
+        milliseconds and shares}. An         estimate is {"value", "low", "high"}: 95 % bootstrap intervals over prompts.
     """
     protocol, console = protocol or Protocol(), console or Console()
     target, *models = load_pretrained(weights)
