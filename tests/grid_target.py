@@ -2,7 +2,8 @@
 
 The shared LM head looks at one random direction of the hidden state: where it is positive, the upper half of the vocabulary is three
 times as likely. A Markov head whose latent is 0 or 1 may make the lower half three times as likely. So every row, p or q, is one of
-(1, 1, 1, 1)/4, (1, 1, 3, 3)/8 and (3, 3, 1, 1)/8, but *which* depends on everything a drafter reads.
+(1, 1, 1, 1)/4, (1, 1, 3, 3)/8 and (3, 3, 1, 1)/8 (with two tokens: halves and quarters), but *which* depends on everything a drafter
+reads.
 """
 
 from __future__ import annotations
@@ -17,22 +18,21 @@ from dsspark.models.target import MASK_ID
 from dsspark.testing.grid import GridLaw
 from dsspark.testing.laws import LatticeSizes
 
-V, D, FEATURES = 4, 16, 24
-SIZES = LatticeSizes(draft=(1, 8), accept=6, final=(1, 8))
-"""Midpoints that are exact for every pair of rows: q in eighths; p / q in {1/3, 1/2, 2/3}; p and residuals in eighths or halves."""
+D, FEATURES = 16, 24
 LOG3 = math.log(3.0)
 
 
 class HalvesHead(nn.Module):
     """Logits log 3 for the upper half of the tokens where the state lies on one side of a plane, 0 elsewhere."""
 
-    def __init__(self, generator):
+    def __init__(self, vocab_size, generator):
         super().__init__()
+        self.half = vocab_size // 2
         self.direction = nn.Parameter(torch.randn(D, generator=generator), requires_grad=False)
 
     def forward(self, hidden):
         up = (hidden @ self.direction > 0).float()
-        return torch.stack((torch.zeros_like(up),) * (V // 2) + (LOG3 * up,) * (V // 2), dim=-1)
+        return torch.stack((torch.zeros_like(up),) * self.half + (LOG3 * up,) * self.half, dim=-1)
 
 
 class TextCache:
@@ -56,31 +56,33 @@ class TextCache:
 class GridTarget(nn.Module):
     """p depends on the last token through its final state; features depend on the last two tokens."""
 
-    def __init__(self, generator):
+    def __init__(self, vocab_size, generator):
         super().__init__()
         self.config = SimpleNamespace(
-            vocab_size=V, hidden_size=D, feature_size=FEATURES, num_heads=2, num_kv_heads=1, head_dim=8
+            vocab_size=vocab_size, hidden_size=D, feature_size=FEATURES, num_heads=2, num_kv_heads=1, head_dim=8
         )
         self.embed_tokens = nn.Embedding(MASK_ID + 1, D)
-        self.lm_head = HalvesHead(generator)
-        self.states = torch.randn(V, D, generator=generator)
-        # Tokens 0 and 3 lean to the upper half, 1 and 2 to neither.
-        side = torch.tensor([1.0, -1.0, -1.0, 1.0]) * torch.sign(self.states @ self.lm_head.direction)
+        self.lm_head = HalvesHead(vocab_size, generator)
+        self.states = torch.randn(vocab_size, D, generator=generator)
+        # After even tokens the upper half is likelier, after odd ones neither.
+        side = (1.0 - 2.0 * (torch.arange(vocab_size) % 2)) * torch.sign(self.states @ self.lm_head.direction)
         self.states *= side[:, None]
-        self.features = torch.randn(V, V, FEATURES, generator=generator)
+        self.features = torch.randn(vocab_size, vocab_size, FEATURES, generator=generator)
         with torch.no_grad():
             self.embed_tokens.weight.copy_(torch.randn(MASK_ID + 1, D, generator=generator))
         self.requires_grad_(False)
 
-    @property
-    def law(self):
-        """Return the target's law; the drafter's rows in it only show the lattice what may occur."""
-        rows = ((1, 1, 3, 3), (1, 1, 1, 1), (1, 1, 1, 1), (1, 1, 3, 3))
-        return rows, ((3, 3, 1, 1), (1, 1, 3, 3), (1, 1, 1, 1), (1, 1, 3, 3))
-
     def grid_law(self, block_size):
-        target, draft = self.law
-        return GridLaw(target=target, draft=draft, block_size=block_size)
+        """Return the target's law; the drafter's rows in it only show the lattice what may occur."""
+        half = self.lm_head.half
+        even, upper, lower = (1,) * (2 * half), (1,) * half + (3,) * half, (3,) * half + (1,) * half
+        return GridLaw(target=(upper, even) * half, draft=(lower, upper) * half, block_size=block_size)
+
+    @property
+    def sizes(self):
+        """Return midpoints that are exact for every pair of rows: q in quarters (eighths), p / q in {1/3, 1/2, 2/3}."""
+        parts = 4 * self.lm_head.half
+        return LatticeSizes(draft=(1, parts), accept=6, final=(1, parts))
 
     def new_cache(self, num_requests=0):
         return TextCache(num_requests)
@@ -105,9 +107,10 @@ def enlarge(drafter, generator):
     return drafter.requires_grad_(False)
 
 
-def put_head_on_the_grid(head, generator):
+def put_head_on_the_grid(head):
     """Give a Markov head of rank 2 latents in {0, 1} (RNN: -1, 1), whatever it reads, and W2 that makes of them log 3 or 0."""
-    lower = torch.tensor([1.0, 1.0, 0.0, 0.0])[:, None]
+    size = head.markov_w2.weight.shape[0]
+    lower = (torch.arange(size) < size // 2).float()[:, None]
     with torch.no_grad():
         if head.kind == "rnn":  # tanh saturates: the first output is -1 or 1, the second always 1
             head.joint_proj.weight.mul_(1e4)
@@ -115,7 +118,7 @@ def put_head_on_the_grid(head, generator):
             head.joint_proj.bias[-1] = 1e4
             head.markov_w2.weight.copy_(lower * LOG3 / 2 * torch.ones(1, 2))
             return
-        head.markov_w1.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]))
+        head.markov_w1.weight.copy_(torch.eye(2).repeat(size // 2, 1))
         head.markov_w2.weight.copy_(lower * torch.tensor([[LOG3, 0.0 if head.kind == "vanilla" else LOG3]]))
         if head.kind == "gated":  # the sigmoid saturates to 0 or 1
             head.gate_proj.weight.mul_(1e4)

@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 import torch
-from grid_target import SIZES, GridTarget, enlarge, put_head_on_the_grid
+from grid_target import GridTarget, enlarge, put_head_on_the_grid
 
 import dsspark
 from dsspark.decoding import generate
 from dsspark.models.drafters import DRAFTERS, build_drafter, drafter_config, view_for
 from dsspark.testing.laws import Counts, is_exact, lattice
 
-PROMPT = [1, 0, 2, 3]
+PROMPT = [1, 0, 0, 1]
 
 
 class LatticeNoise:
@@ -38,19 +38,20 @@ class EnoughError(Exception):
     """Leaves `generate` after the last enumerated round."""
 
 
-def make(name, block_size, generator):
-    target = GridTarget(generator)
+def make(name, block_size, seed, vocab_size=2):
+    generator = torch.Generator().manual_seed(seed)
+    target = GridTarget(vocab_size, generator)
     config = drafter_config(name, target, block_size=block_size, num_layers=2, intermediate_size=24, markov_rank=2)
     drafter = enlarge(build_drafter(target, config, generator), generator)
     if getattr(drafter, "markov_head", None) is not None:
-        put_head_on_the_grid(drafter.markov_head, generator)
+        put_head_on_the_grid(drafter.markov_head)
     return target, drafter
 
 
 def emitted_counts(monkeypatch, target, drafter, rounds=1, prompt=PROMPT):
     """Return the counts of the texts that `rounds` rounds of `generate` emit over the whole lattice."""
     law = target.grid_law(drafter.block_size)
-    points = lattice(law, cell=256, sizes=SIZES, rounds=rounds)
+    points = lattice(law, cell=256, sizes=target.sizes, rounds=rounds)
     monkeypatch.setattr("dsspark.decoding.Uniforms", LatticeNoise(points))
     texts = [()] * len(points)
 
@@ -80,7 +81,7 @@ def exact(monkeypatch, target, drafter, rounds=1):
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_block_of_two_has_the_targets_law(monkeypatch, name, seed):
-    target, drafter = make(name, 2, torch.Generator().manual_seed(seed))
+    target, drafter = make(name, 2, seed)
     assert exact(monkeypatch, target, drafter)
 
 
@@ -88,24 +89,31 @@ def test_a_block_of_two_has_the_targets_law(monkeypatch, name, seed):
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_two_rounds_have_the_targets_law(monkeypatch, name):
     """The second round's drafts come from a context that grew by what the first round accepted."""
-    target, drafter = make(name, 1, torch.Generator().manual_seed(2))
+    target, drafter = make(name, 1, 2)
     assert exact(monkeypatch, target, drafter, rounds=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle3", "dspark-rnn"])
+def test_four_tokens_have_the_targets_law(monkeypatch, name):
+    """Residuals of more than one token."""
+    target, drafter = make(name, 2, 3, vocab_size=4)
+    assert exact(monkeypatch, target, drafter)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_the_drafters_laws_really_vary(name):
     """Else the tests above would say little: rows of q lie on both sides of the plane, and Markov heads correct some and not others."""
-    target, drafter = make(name, 2, torch.Generator().manual_seed(0))
+    target, drafter = make(name, 2, 0)
     rows = {tuple(round(x) for x in row) for row in (2 * propose(target, drafter).draft.logits).flatten(0, 1).tolist()}
-    upper, lower = (0, 0, 2, 2), (2, 2, 0, 0)  # 2 log 3 = 2.2
-    assert {(0, 0, 0, 0), upper} <= rows
-    assert (lower in rows) is name.startswith("dspark")
+    assert {(0, 0), (0, 2)} <= rows  # 2 log 3 = 2.2
+    assert any(lower for lower, _ in rows) is name.startswith("dspark")
 
 
 def propose(target, drafter, count=64, seed=5):
     """Return a proposal for random contexts of three tokens."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, 4, (count, 4), generator=generator)
+    tokens = torch.randint(0, 2, (count, 4), generator=generator)
     captured = []
     original = drafter.propose
 
@@ -160,5 +168,5 @@ def test_a_drafter_that_lies_is_caught(monkeypatch, name, lie):
     """q that was not the law of the draw, and noise used twice. MTP-1 has no second draft to repeat noise in."""
     if name == "mtp-1" and lie is _repeats_noise:
         name = "dflash-masks"
-    target, drafter = make(name, 2, torch.Generator().manual_seed(0))
+    target, drafter = make(name, 2, 0)
     assert not exact(monkeypatch, target, liar(lie)(drafter))

@@ -38,7 +38,7 @@ LIBRARY = {
     "__init__",
 }
 # Commands stand on the library, and so does its test kit: the library imports none of them.
-ABOVE = {"cli", "demo", "training", "testing"}
+ABOVE = {"cli", "demo", "training", "testing", "evaluation", "experiments"}
 # A module may know its callers' types without importing them at run time.
 TYPE_ONLY = {"reference": {"models"}, "kernels": {"models"}, "serving": {"decoding", "_dispatch"}}
 

@@ -18,6 +18,7 @@ from dsspark.training.corpus import DOMAINS, TokenStream, documents
 from dsspark.training.distill import block_losses, draw_anchors, teach, train_drafters
 from dsspark.training.loop import Schedule, train
 from dsspark.training.optimiser import Muon, orthogonalise
+from dsspark.training.precision import autocast, product_dtype
 from dsspark.training.pretrain import train_target
 from dsspark.training.rollout import sample_continuations
 from dsspark.training.run import small_plan
@@ -181,6 +182,16 @@ def test_some_rows_are_continued_greedily(target):
         likeliest = torch.cat((likeliest, target(likeliest).logits[:, -1].argmax(dim=-1, keepdim=True)), dim=1)
     assert torch.equal(drawn[greedy], likeliest.expand(10, -1))
     assert len(drawn[~greedy].unique(dim=0)) > 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [("AVX512", torch.bfloat16), ("AVX2", torch.float32), ("DEFAULT", torch.float32)]
+)
+def test_products_are_in_bfloat16_only_where_that_is_fast(monkeypatch, capability, dtype):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert product_dtype() == dtype
+    with autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
 
 
 def test_anchors_are_distinct_and_leave_room_for_a_block():

@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("evaluation-output"), help="folder for evaluate.json and figures"
     )
-    parser.add_argument("--reduced", action="store_true", help="a third of the prompts")
-    parser.add_argument("--prompts", type=int, metavar="N", help="of each domain (default 48)")
+    parser.add_argument("--reduced", action="store_true", help="a tenth of the work")
+    parser.add_argument("--prompts", type=int, metavar="N", help="of each domain (default 24)")
     parser.add_argument("--no-latency", action="store_true", help="time nothing, for a machine that is not quiet")
 
 

@@ -50,7 +50,7 @@ def judge_confidence(record: RoundRecord, temperatures: Tensor | None, resamples
         judged: dict[str, Any] = {}
         for name, metric in METRICS.items():
             values = [[float(metric(p[rows], y[rows])) for p, y in columns] for rows in samples]
-            judged[name] = summarise(np.asarray(values))
+            judged[name] = summarise(np.asarray(values), pivotal=name == "ece")
         judged["reliability"] = [_bins(p, y) for p, y in columns]
         result[stage] = judged
     return result

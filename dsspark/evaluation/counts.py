@@ -28,16 +28,24 @@ def weights(num_prompts: int, resamples: int = RESAMPLES, seed: int = 0) -> Valu
     return np.concatenate((np.ones((1, num_prompts)), drawn)).astype(np.float64)
 
 
-def summarise(values: Values) -> dict[str, Any]:
+def summarise(values: Values, *, pivotal: bool = False) -> dict[str, Any]:
     """Return {"value", "low", "high"} of bootstrap estimates [resamples + 1, ...], the first of which is the estimate itself.
 
     Each is a float, or a list by position; an estimate that no sample has (0 / 0) is None.
+
+    Args:
+        values: the estimates.
+        pivotal: mirror the interval about the estimate, for one that noise only makes larger, such as an ECE: it is larger in the
+            bootstrap samples than in the sample by about as much as it is larger there than in truth. Not below 0. The corrected
+            interval may lie below the estimate.
     """
     low, high = (1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2
     with np.errstate(invalid="ignore"):
         seen = np.where(np.isfinite(values).any(axis=0), values, 0.0)
         bounds = np.nanquantile(seen, (low, high), axis=0)
         bounds = np.where(np.isfinite(values).any(axis=0), bounds, np.nan)
+    if pivotal:
+        bounds = np.maximum(2 * values[0] - bounds[::-1], 0.0)
     return {"value": as_json(values[0]), "low": as_json(bounds[0]), "high": as_json(bounds[1])}
 
 

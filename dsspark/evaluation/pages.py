@@ -94,7 +94,13 @@ def _confidence(name: str, measured: Mapping[str, Any]) -> list[str]:
         for k in range(len(before["ece"]["value"]))
     ]
     lines = [f"## Confidence of {name} at temperature 1, all domains ({measured['confidence']['rounds']} rounds)", ""]
+    lines += [
+        "Noise alone makes the ECE of a finite sample larger than its limit; its interval takes that back, so it may lie below the value.",
+        "",
+    ]
     lines += table(["position", "ECE % before STS", "ECE % after", "AUC after", "Brier before", "Brier after"], rows)
+    if "thresholds" not in measured:
+        return lines
     lines += [
         f"## Confidence threshold of {name} at temperature 1",
         "",

@@ -97,4 +97,5 @@ def draw(result: Mapping[str, Any], folder: Path) -> None:
     for name, measured in result["drafters"].items():
         if "confidence" in measured:
             reliability(measured["confidence"], folder / f"reliability_{name}.png")
+        if "thresholds" in measured:
             thresholds(measured["thresholds"], folder / f"thresholds_{name}.png")

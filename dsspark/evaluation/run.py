@@ -41,13 +41,13 @@ class Protocol:
         latency_batches: batch sizes that are timed; none leaves it out.
     """
 
-    prompts: int = 48
+    prompts: int = 24
     max_new_tokens: int = 160
     domains: tuple[Domain, ...] = DOMAINS
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    thresholds: tuple[float, ...] = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9)
-    sweep_prompts: int = 16
-    texts: int = 48
+    thresholds: tuple[float, ...] = (0.0, 0.3, 0.6, 0.8, 0.9)
+    sweep_prompts: int = 8
+    texts: int = 24
     latency_batches: tuple[int, ...] = (1, 16)
 
     def __post_init__(self) -> None:
@@ -58,8 +58,8 @@ class Protocol:
 
 Texts = dict[Domain, dict[str, TeacherTexts]]
 """Text the target drew, by domain and temperature."""
-REDUCED = Protocol(prompts=16, max_new_tokens=64, sweep_prompts=8, texts=16)
-"""A third of the work."""
+REDUCED = Protocol(prompts=8, max_new_tokens=64, sweep_prompts=4, texts=8)
+"""A tenth of the work."""
 _PREFIX, _LENGTH = 64, 128
 _SKIPPED = Plan().calibration_prompts
 
@@ -105,8 +105,8 @@ def evaluate(
     Returns:
         "protocol", "made" (commit, machine) and "drafters": name -> {"rounds": domain -> temperature -> summary and "by_prompt"
         counts; "teacher_forced": domain -> temperature -> acceptance by position; "confidence": see `judge_confidence`, over all
-        domains at temperature 1; "thresholds": domain -> list of summaries; "latency": batch -> milliseconds and shares}. An
-        estimate is {"value", "low", "high"}: 95 % bootstrap intervals over prompts.
+        domains at temperature 1; "thresholds": domain -> list of summaries, for a drafter whose STS was fitted; "latency": batch ->
+        milliseconds and shares}. An         estimate is {"value", "low", "high"}: 95 % bootstrap intervals over prompts.
     """
     protocol, console = protocol or Protocol(), console or Console()
     target, *models = load_pretrained(weights)
@@ -144,7 +144,8 @@ def _evaluate_one(
     result: dict[str, Any] = {"rounds": rounds, "teacher_forced": _teacher_forced(target, drafter, texts)}
     if drafter.confidence_head is not None and sampled:
         result["confidence"] = judge_confidence(pooled(sampled), drafter.sts_temperatures)
-        result["thresholds"] = {domain: _sweep(target, drafter, domain, protocol) for domain in protocol.domains}
+        if drafter.sts_temperatures is not None and bool((drafter.sts_temperatures != 1).any()):
+            result["thresholds"] = {domain: _sweep(target, drafter, domain, protocol) for domain in protocol.domains}
     result["latency"] = {str(batch): _latency(target, drafter, batch) for batch in protocol.latency_batches}
     return result
 
