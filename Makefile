@@ -9,6 +9,9 @@ OLD_TRITON := 3.6.0
 OLD_VENV   := .venv-triton36
 OLD_STAMP  := $(OLD_VENV)/.installed
 
+# Compiled kernels, by a key of all that they depend on.
+KERNELS := .triton-cache
+
 # Triton exists on Linux only.
 ifeq ($(shell uname -s),Linux)
 COMPILE_QUICKLY := compile-quickly
@@ -36,19 +39,19 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Every variant for the architecture whose spills count, one variant of each kernel for the others.
+# Every variant for the architecture whose spills count, one variant of each kernel for the others. What has been compiled is kept.
 compile-quickly: $(STAMP)
-	$(BIN)/python -m dsspark compile --arch sm_90
-	$(BIN)/python -m dsspark compile --one-per-kernel --arch sm_80 sm_100 gfx942
+	$(BIN)/python -m dsspark compile --cache $(KERNELS) --brief --arch sm_90
+	$(BIN)/python -m dsspark compile --cache $(KERNELS) --brief --one-per-kernel --arch sm_80 sm_100 gfx942
 
 # One variant of each kernel for every architecture, with the oldest Triton.
 compile-old: $(OLD_STAMP)
-	$(OLD_VENV)/bin/python -m dsspark compile --one-per-kernel
+	$(OLD_VENV)/bin/python -m dsspark compile --cache $(KERNELS) --brief --one-per-kernel
 
 # Every variant for every architecture, with both Tritons.
 compile: $(STAMP) $(OLD_STAMP)
-	$(BIN)/python -m dsspark compile
-	$(OLD_VENV)/bin/python -m dsspark compile
+	$(BIN)/python -m dsspark compile --cache $(KERNELS) --brief
+	$(OLD_VENV)/bin/python -m dsspark compile --cache $(KERNELS) --brief
 
 test: lint docs $(COMPILE_QUICKLY)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not exhaustive"
@@ -85,4 +88,4 @@ train: $(STAMP)
 	$(BIN)/python -m dsspark train --out training-output
 
 clean:
-	rm -rf $(VENV) $(OLD_VENV) docs/_build demo-output training-output
+	rm -rf $(VENV) $(OLD_VENV) $(KERNELS) docs/_build demo-output training-output

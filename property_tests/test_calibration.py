@@ -18,7 +18,8 @@ def samples(draw):
     """Confidence logits [S, gamma] and what happened, from few values: bins are hit at their edges."""
     count, gamma = draw(st.integers(1, 12)), draw(st.integers(1, 4))
     value = st.sampled_from([0.0, 2.0, -2.0, 0.5, 40.0, -40.0, 1.25])
-    logits = torch.tensor([[draw(value) for _ in range(gamma)] for _ in range(count)])
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    logits = torch.tensor([[draw(value) for _ in range(gamma)] for _ in range(count)], dtype=dtype)
     accepted = [draw(st.integers(0, gamma)) for _ in range(count)]
     return logits, (torch.arange(gamma) < torch.tensor(accepted)[:, None]).to(torch.int64)
 
@@ -62,8 +63,20 @@ def test_the_order_of_the_samples_does_not_matter(backend, data, order):
     torch.testing.assert_close(first.ece_after, second.ece_after, atol=1e-6, rtol=0)
 
 
+@pytest.fixture
+def many_samples_a_program(backend, monkeypatch):
+    """Take thousands of samples at once where the kernels are interpreted."""
+    if backend == "triton":
+        from dsspark.kernels import calibration
+        from dsspark.kernels.launch import interpreted
+
+        if interpreted(calibration.grid_kernel):
+            monkeypatch.setattr(calibration, "choose_config", lambda: calibration.Config(block_s=1 << 15))
+
+
 @settings(max_examples=5)
 @given(seed=st.integers(0, 1000), planted=st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=1, max_size=3))
+@pytest.mark.usefixtures("many_samples_a_program")
 def test_planted_temperatures_are_recovered(backend, seed, planted):
     """Outcomes drawn from sigmoid(z / T): enough samples name T."""
     generator = torch.Generator().manual_seed(seed)

@@ -15,7 +15,7 @@ def confidence_rows(draw):
     requests, gamma = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     value = st.sampled_from([0.0, 1.0, -1.0, 2.5, -7.0, 30.0, -30.0, 200.0, -200.0, torch.inf, -torch.inf])
     rows = [[draw(value) for _ in range(gamma)] for _ in range(requests)]
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
     return torch.tensor(rows).to(dtype)
 
 
@@ -28,7 +28,7 @@ def temperatures_for(draw, gamma):
 def test_survival_is_a_probability_that_never_rises_along_a_row(backend, logits, data):
     temperatures = data.draw(temperatures_for(logits.shape[1]))
     a = dsspark.survival(logits, temperatures, backend=backend)
-    assert a.dtype == torch.float32
+    assert a.dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32)
     assert ((a >= 0) & (a <= 1)).all()
     assert (a.diff(dim=1) <= 0).all()
 

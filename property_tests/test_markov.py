@@ -33,7 +33,7 @@ class DraftCase:
 @st.composite
 def draft_cases(draw, edges=True, min_block=1):
     requests, gamma = draw(st.integers(1, 4)), draw(st.integers(min_block, 4))
-    vocab, hidden_size = draw(st.integers(1, 7)), 3
+    vocab, hidden_size = draw(st.integers(1, 7) | st.just(37)), 3
     torch.manual_seed(draw(st.integers(0, 1000)))
     kind = draw(st.sampled_from([None, *KINDS]))
     rows = draw(strategies.logit_rows(requests * gamma, vocab))
@@ -45,7 +45,7 @@ def draft_cases(draw, edges=True, min_block=1):
         hidden=torch.randn(requests, gamma, hidden_size),
         uniforms=draw(strategies.uniforms(requests, gamma, edges)),
         temperature=torch.tensor([draw(st.sampled_from([1.0, 0.0, 0.5, 1.7])) for _ in range(requests)]),
-        cell=draw(st.integers(1, 4)),
+        cell=draw(st.integers(1, 4)) if vocab < 37 else draw(st.sampled_from([1, 5, 8, 12, 64])),
     )
 
 

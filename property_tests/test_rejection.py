@@ -17,6 +17,10 @@ from dsspark.testing.boundary import edge_failures
 from dsspark.testing.laws import law_error
 from dsspark.testing.oracles import exact_law_of_row
 from dsspark.testing.sampler_audit import threshold_rows
+from property_tests.conftest import BACKENDS
+
+WIDE = {"max_vocab": 37, "backends": BACKENDS, "recomputed": True}
+"""Of rounds drafted by either body, with and without their logits, also on a vocabulary of several blocks and a tail."""
 
 
 def verify(case, backend, **changes):
@@ -33,7 +37,7 @@ def rows_of(case, request):
 
 def take(draft, requests):
     """Return some requests' drafts."""
-    parts = ("tokens", "token_probs", "row_max", "row_sum", "temperature", "logits")
+    parts = ("tokens", "token_probs", "row_max", "row_sum", "temperature", "logits", "latent", "base_logits")
     return replace(draft, **{n: getattr(draft, n)[requests] for n in parts if getattr(draft, n) is not None})
 
 
@@ -54,7 +58,7 @@ def pick(case, requests):
     )
 
 
-@given(case=strategies.verify_rounds())
+@given(case=strategies.verify_rounds(**WIDE))
 def test_what_is_emitted_is_possible_and_well_formed(backend, case):
     result = verify(case, backend)
     assert result.valid.all()
@@ -72,8 +76,10 @@ def test_what_is_emitted_is_possible_and_well_formed(backend, case):
     assert (result.logprobs[result.tokens < 0] == 0).all()
 
 
-@given(case=strategies.verify_rounds())
-def test_p_equal_to_q_accepts_every_draft(backend, case):
+@given(data=st.data())
+def test_p_equal_to_q_accepts_every_draft(backend, data):
+    """To the last bit, if one body computes both."""
+    case = data.draw(strategies.verify_rounds(backends=[backend]))
     logits = case.draft.logits
     if logits is None:  # a deterministic proposal: p is one-hot at the token
         logits = torch.full((*case.draft.tokens.shape, case.target_logits.shape[1]), -torch.inf)
@@ -85,7 +91,7 @@ def test_p_equal_to_q_accepts_every_draft(backend, case):
     assert torch.equal(result.num_accepted.long(), case.lengths)
 
 
-@given(case=strategies.verify_rounds(max_vocab=5), split=st.integers(1, 4))
+@given(case=strategies.verify_rounds(max_vocab=5, backends=BACKENDS), split=st.integers(1, 4))
 def test_disjoint_supports_reject_every_draft(backend, case, split):
     """The target lives on ids the draft never draws."""
     vocab = case.target_logits.shape[1]
@@ -95,7 +101,7 @@ def test_disjoint_supports_reject_every_draft(backend, case, split):
     assert (result.tokens[:, 0] >= vocab).all()
 
 
-@given(case=strategies.verify_rounds(edges=False), shift=st.integers(-64, 64))
+@given(case=strategies.verify_rounds(edges=False, backends=BACKENDS), shift=st.integers(-64, 64))
 def test_shifting_logits_changes_nothing(backend, case, shift):
     rows = (case.target_logits.float().clamp(-100, 100) * 8).round() / 8  # so that the shift is exact
     rows = torch.where(case.target_logits == -torch.inf, -torch.inf, rows)
@@ -105,13 +111,13 @@ def test_shifting_logits_changes_nothing(backend, case, shift):
     assert torch.equal(first.logprobs, second.logprobs)
 
 
-@given(case=strategies.verify_rounds(edges=False), extra=st.integers(1, 5))
+@given(case=strategies.verify_rounds(edges=False, **WIDE), extra=st.integers(1, 5))
 def test_padding_the_vocabulary_with_minus_infinity_changes_nothing(backend, case, extra):
     rows = torch.nn.functional.pad(case.target_logits.float(), (0, extra), value=-torch.inf)
     assert torch.equal(verify(case, backend, target_logits=rows).tokens, verify(case, backend).tokens)
 
 
-@given(case=strategies.verify_rounds(edges=False), data=st.data())
+@given(case=strategies.verify_rounds(edges=False, backends=BACKENDS), data=st.data())
 def test_permuting_the_vocabulary_permutes_what_is_accepted(backend, case, data):
     """Acceptance looks at p and q of the token only; where u is not within rounding of the ratio, it is the same."""
     vocab = case.target_logits.shape[1]
@@ -136,7 +142,7 @@ def test_permuting_the_vocabulary_permutes_what_is_accepted(backend, case, data)
         assert torch.equal(new_id[first.tokens[r, :n]], second.tokens[r, :n])
 
 
-@given(case=strategies.verify_rounds(edges=False), data=st.data())
+@given(case=strategies.verify_rounds(edges=False, **WIDE), data=st.data())
 def test_splitting_and_reordering_the_batch_change_nothing(backend, case, data):
     whole = verify(case, backend)
     order = data.draw(st.permutations(range(len(case.lengths))))
@@ -146,7 +152,7 @@ def test_splitting_and_reordering_the_batch_change_nothing(backend, case, data):
     assert torch.equal(part.num_emitted, whole.num_emitted[kept])
 
 
-@given(case=strategies.verify_rounds(edges=False), position=st.integers(0, 4))
+@given(case=strategies.verify_rounds(edges=False, **WIDE), position=st.integers(0, 4))
 def test_an_empty_request_beside_them_changes_nothing(backend, case, position):
     """A request of no drafts is one more anchor row, wherever it stands."""
     num_requests = len(case.lengths)
@@ -163,7 +169,7 @@ def test_an_empty_request_beside_them_changes_nothing(backend, case, position):
     assert torch.equal(verify(wider, backend).tokens[others], verify(case, backend).tokens)
 
 
-@given(case=strategies.verify_rounds())
+@given(case=strategies.verify_rounds(**WIDE))
 def test_a_greedy_target_emits_its_argmax(backend, case):
     result = verify(case, backend, temperature=0.0)
     for r in range(len(case.lengths)):
@@ -172,7 +178,7 @@ def test_a_greedy_target_emits_its_argmax(backend, case):
         assert torch.equal(emitted, best[: len(emitted)])
 
 
-@given(case=strategies.verify_rounds(edges=False), top_k=st.integers(1, 7))
+@given(case=strategies.verify_rounds(edges=False, **WIDE), top_k=st.integers(1, 7))
 def test_top_k_is_verification_of_the_masked_rows(backend, case, top_k):
     """A filter on p is a mask on the target's logits: ties at the k-th go to the lowest ids."""
     order = case.target_logits.sort(dim=-1, descending=True, stable=True).indices

@@ -14,13 +14,15 @@ from dsspark.cost_table import CostTable
 from dsspark.testing import strategies
 from dsspark.testing.scheduling import anticipates
 
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 EXHAUSTIVE = settings.get_profile("exhaustive")
 
 
 @st.composite
 def steps(draw, max_requests=3, max_block=4):
     """Survivals and a table that covers them."""
-    survival = draw(strategies.survivals(draw(st.integers(1, max_requests)), draw(st.integers(1, max_block))))
+    sizes = draw(st.integers(1, max_requests)), draw(st.integers(1, max_block))
+    survival = draw(strategies.survivals(*sizes, dtypes=DTYPES))
     requests, gamma = survival.shape
     return survival, draw(strategies.cost_tables(requests * (1 + gamma)))
 
@@ -68,14 +70,14 @@ def test_lengths_are_prefixes_of_the_most_probable_survivors(backend, step, budg
             assert survival[inside].min() >= survival[~inside].max()
 
 
-@given(survival=strategies.survivals(), budget=st.integers(0, 16), as_tensor=st.booleans())
+@given(survival=strategies.survivals(dtypes=DTYPES), budget=st.integers(0, 16), as_tensor=st.booleans())
 def test_admit_takes_exactly_the_budget_or_all_candidates(backend, survival, budget, as_tensor):
     given_budget = torch.tensor(budget, dtype=torch.int32) if as_tensor else budget
     taken = int(dsspark.admit(survival, given_budget, backend=backend).sum())
     assert taken == min(budget, int((survival > 0).sum()))
 
 
-@given(survival=strategies.survivals(), budget=st.integers(0, 16))
+@given(survival=strategies.survivals(dtypes=DTYPES), budget=st.integers(0, 16))
 def test_ties_break_by_position_then_request(backend, survival, budget):
     ranked = sorted((-float(a), j, r) for r, row in enumerate(survival) for j, a in enumerate(row) if a > 0)
     expected = [sum(r == request for _, _, r in ranked[:budget]) for request in range(len(survival))]

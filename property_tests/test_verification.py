@@ -74,12 +74,13 @@ def attentions(draw):
     max_pages = -(-int(context.max()) // page_size) + 1
     num_pages = requests * max_pages + 2
     table = torch.randperm(num_pages, generator=generator)[: requests * max_pages].view(requests, max_pages)
-    cache = torch.full((2, num_pages, page_size, kv_heads, head_dim), torch.nan)
+    dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
+    cache = torch.full((2, num_pages, page_size, kv_heads, head_dim), torch.nan, dtype=dtype)
     for r in range(requests):
         for j in range(int(context[r])):
             row = torch.randn(2, kv_heads, head_dim, generator=generator)
             cache[:, table[r, j // page_size], j % page_size] = row
-    query = torch.randn(len(batch.tokens), kv_heads * groups, head_dim, generator=generator)
+    query = torch.randn(len(batch.tokens), kv_heads * groups, head_dim, generator=generator).to(dtype)
     return query, cache, batch, table, context
 
 
@@ -88,6 +89,7 @@ def test_attention_over_pages_is_attention_over_each_requests_own_past(backend, 
     query, cache, batch, table, context = case
     out = dsspark.ragged_attention(query, *cache, batch, table, context, backend=backend)
     page_size, groups = cache.shape[2], query.shape[1] // cache.shape[3]
+    rounding = {torch.float64: 1e-12, torch.float32: 1e-5}.get(query.dtype, torch.finfo(query.dtype).eps)
     for i, (request, position) in enumerate(zip(batch.request_ids.tolist(), batch.positions.tolist(), strict=True)):
         past = range(position + 1)
         keys, values = (
@@ -96,4 +98,4 @@ def test_attention_over_pages_is_attention_over_each_requests_own_past(backend, 
         for head in range(query.shape[1]):
             scores = keys[:, head // groups] @ query[i, head].double() / query.shape[2] ** 0.5
             expected = torch.softmax(scores, dim=0) @ values[:, head // groups]
-            torch.testing.assert_close(out[i, head].double(), expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(out[i, head].double(), expected, atol=rounding, rtol=rounding)

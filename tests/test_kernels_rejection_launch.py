@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,11 +16,14 @@ from verification_rounds import make_round
 
 from dsspark import DraftBlock, Filters, Uniforms
 from dsspark.kernels import rejection
-from dsspark.kernels.acceptance import statistics_kernel
+from dsspark.kernels.acceptance import accept_kernel, rows_kernel, statistics_kernel
 from dsspark.kernels.compile import compile_variants, one_per_kernel
+from dsspark.kernels.draft_law import RECOMPUTED
+from dsspark.kernels.handover import RESIDUAL
 from dsspark.kernels.launch import interpreted
 from dsspark.kernels.rejection import Config, choose_config, variants, verify
 from dsspark.kernels.rejection_plan import Source
+from dsspark.kernels.resampling import pick_kernel, resample_kernel
 from dsspark.reference.verification import pack
 
 LARGE = 151_936
@@ -115,6 +119,149 @@ def test_row_offsets_do_not_overflow():
     )
     assert {logits.data_ptr() + 4 * (far * row + token) for row in range(5) for token in range(2)} <= touched
     assert {pointer.data_ptr() + 4 * 2**30 * row for pointer in (tops, totals) for row in range(5)} <= touched
+
+
+FAR = 2**33
+"""A stride in entries that no 32-bit offset holds."""
+
+
+@pytest.mark.skipif(not interpreted(statistics_kernel), reason="counts what the interpreter touches")
+def test_offsets_of_the_acceptance_test_do_not_overflow():
+    """Rows 1 and 2 of the target, request 1's row 2 of the draft's statistics, and results beyond 2 ** 31 entries."""
+    logits, results, facts = torch.zeros(4), torch.zeros(4), torch.zeros(16)
+    ids = torch.zeros(16, dtype=torch.int64)
+    numbers = {name: torch.ones(1) for name in ("draft_probs_ptr", "draft_max_ptr", "draft_sum_ptr", "uniforms_ptr")}
+    whole = dict.fromkeys(("num_accepted_ptr", "num_emitted_ptr", "valid_ptr", "logprobs_ptr"), results)
+    strides = {f"stride_{name}": FAR for name in ("tn", "qr", "mr", "sr", "ur")} | {"stride_xr": 1}
+    strides |= {
+        f"stride_{name}": 1 for name in ("tv", "temperature", "cu", "xk", "qk", "draft_temperature", "mk", "sk", "uk")
+    }
+    touched = addresses_of(
+        accept_kernel,
+        (1,),
+        logits_ptr=logits,
+        temperature_ptr=torch.ones(2),
+        cu_ptr=torch.tensor([0, 1, 3], dtype=torch.int32),
+        num_tokens_ptr=torch.tensor(3, dtype=torch.int32),
+        drafted_ptr=torch.zeros(4, dtype=torch.int64),
+        draft_temperature_ptr=torch.ones(2),
+        **numbers,
+        row_max_ptr=torch.zeros(3),
+        row_sum_ptr=torch.ones(3),
+        best_ptr=torch.full((3,), -1, dtype=torch.int32),
+        **dict.fromkeys(("threshold_ptr", "last_id_ptr", "min_weight_ptr")),
+        **whole,
+        tokens_ptr=ids,
+        ids_ptr=ids,
+        numbers_ptr=facts,
+        num_requests=2,
+        block_size=2**31 - 2,
+        num_rows=3,
+        vocab_size=2,
+        **strides,
+        FILTERED=False,
+        BLOCK_R=2,
+        BLOCK_K=2,
+    )
+    assert logits.data_ptr() + 4 * FAR in touched  # the row of request 1's only draft
+    assert {numbers[name].data_ptr() + 4 * FAR for name in numbers} <= touched
+    assert results.data_ptr() + 4 * (2**31 - 1) in touched
+    assert ids.data_ptr() + 8 * (2**31 - 1) in touched
+
+
+def facts_of_a_rejection(row, position):
+    """Return what `accept_kernel` leaves of two requests, the second rejected at a position that its row of the target decides."""
+    ids, numbers = torch.zeros(2, 8, dtype=torch.int64), torch.ones(2, 8)
+    ids[1, :4] = torch.tensor([RESIDUAL.value, row, position, 1])
+    return {"ids_ptr": ids, "numbers_ptr": numbers}
+
+
+DRAW = {
+    "num_requests": 2,
+    "vocab_size": 2**30,
+    "draft_vocab": 2**30,
+    "rank": 16,
+    "num_chunks": 2**30,
+    "stride_tn": FAR,
+    "stride_tv": 2**28,
+    "stride_dr": FAR,
+    "stride_dk": FAR,
+    "stride_dv": 2**28,
+    "stride_lr": FAR,
+    "stride_lk": FAR,
+    "stride_le": 1,
+    "stride_wv": 2**28,
+    "stride_we": 1,
+    "stride_map": 1,
+    "SOURCE": RECOMPUTED.value,
+    "FILTERED": False,
+    "INTERPRETED": True,
+    "RANK": 16,
+    "BLOCK_K": 16,
+    "CELL": 16,
+    "CHUNK": 16,
+    "LANES": 16,
+}
+
+
+@pytest.mark.skipif(not interpreted(statistics_kernel), reason="counts what the interpreter touches")
+@np.errstate(all="ignore")  # as in `launch`: what lies nowhere reads as 0
+def test_offsets_of_the_draw_do_not_overflow():
+    logits, draft, latent, w2, first, second = (torch.zeros(4) for _ in range(6))
+    pointers = {"logits_ptr": logits, "draft_logits_ptr": draft, "latent_ptr": latent, "w2_ptr": w2, "map_ptr": None}
+    pointers |= {"first_ptr": first, "second_ptr": second, **facts_of_a_rejection(row=3, position=2)}
+    expected = {logits.data_ptr() + 4 * (3 * FAR + 15 * 2**28), draft.data_ptr() + 4 * (3 * FAR + 15 * 2**28)}
+    expected |= {latent.data_ptr() + 4 * (3 * FAR + 15), w2.data_ptr() + 4 * (15 * 2**28 + 15)}
+    touched = addresses_of(resample_kernel, (1, 1), **pointers, **DRAW, ROWS=16, PER=1)
+    assert expected <= touched
+    assert {pointer.data_ptr() + 4 * 2**30 for pointer in (first, second)} <= touched
+    results = dict.fromkeys(("num_accepted_ptr", "num_emitted_ptr", "valid_ptr", "logprobs_ptr"), torch.zeros(4))
+    tokens, uniforms = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
+    touched = addresses_of(
+        pick_kernel,
+        (2,),
+        **pointers,
+        **results,
+        tokens_ptr=tokens,
+        uniforms_ptr=uniforms,
+        block_size=2**31 - 2,
+        stride_ur=FAR,
+        stride_uk=FAR,
+        **DRAW,
+        ROWS=1,
+        POSITIONS=2,
+        CELLS=1,
+        SUBS=1,
+    )
+    assert expected <= touched
+    assert {uniforms.data_ptr() + 4 * FAR * n for n in (1, 2)} <= touched
+    assert tokens.data_ptr() + 8 * (2**31 - 1 + 2) in touched
+
+
+@pytest.mark.skipif(not interpreted(statistics_kernel), reason="counts what the interpreter touches")
+def test_offsets_of_the_row_terms_do_not_overflow():
+    far = 2**30
+    for stride_tn, num_chunks in ((far, 1), (1, far)):
+        logits, tops, totals = torch.zeros(4), torch.zeros(4), torch.ones(4)
+        touched = addresses_of(
+            rows_kernel,
+            (1,),
+            logits_ptr=logits,
+            temperature_ptr=torch.zeros(1),  # greedy, so that the row itself is read
+            cu_ptr=torch.tensor([0, 4], dtype=torch.int32),
+            num_tokens_ptr=torch.tensor(4, dtype=torch.int32),
+            tops_ptr=tops,
+            totals_ptr=totals,
+            row_max_ptr=torch.zeros(4),
+            row_sum_ptr=torch.zeros(4),
+            best_ptr=torch.zeros(4, dtype=torch.int32),
+            **{"num_requests": 1, "block_size": 3, "num_rows": 4, "vocab_size": 2, "num_chunks": num_chunks},
+            **{"stride_tn": stride_tn, "stride_tv": 1, "stride_temperature": 1, "stride_cu": 1},
+            **{"FILTERED": False, "ROWS": 4, "CELL": 2, "CHUNK": 2, "LANES": 2, "CELLS": 1, "SUBS": 1},
+        )
+        assert {pointer.data_ptr() + 4 * num_chunks * row for pointer in (tops, totals) for row in range(3)} <= touched
+        if num_chunks == 1:  # a row that is not read has no maximum, and its logits are not looked at
+            assert {logits.data_ptr() + 4 * (far * row + token) for row in range(3) for token in range(2)} <= touched
 
 
 def test_the_configuration_is_a_plain_function_of_sizes():

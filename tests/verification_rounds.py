@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from breakpoints import away_from_breakpoints, distance_to_breakpoints
+from breakpoints import MARGIN, away_from_breakpoints, distance_to_breakpoints
 from torch import Tensor
 
 from dsspark import DraftBlock, Filters, MarkovHead, PackedBatch, Uniforms
@@ -20,7 +20,7 @@ LENGTHS = [3, 0, 4, 1, 2, 4, 0, 4]
 TEMPERATURE = torch.tensor([1.0, 0.0, 0.6, 1.7, 0.0, 1.0, 1.0, 0.3])
 DRAFT_TEMPERATURE = torch.tensor([1.0, 1.0, 0.0, 1.7, 0.0, 0.8, 1.0, 0.3])
 SOURCES = ("stored", "point", "recomputed", "unheaded", "mapped", "mapped-recomputed", "smaller", "larger")
-ACCEPT_MARGIN = 5e-5
+ACCEPT_MARGIN = MARGIN
 
 
 @dataclass(frozen=True)

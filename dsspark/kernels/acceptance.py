@@ -13,6 +13,7 @@ import triton.language as tl
 
 from dsspark.kernels.elementwise import divide
 from dsspark.kernels.filters import kept
+from dsspark.kernels.handover import BONUS, NOTHING, RESIDUAL, store_draft, store_results, store_row
 from dsspark.kernels.sampling import (
     chunk_statistics,
     chunk_tokens,
@@ -22,10 +23,6 @@ from dsspark.kernels.sampling import (
     tile_tokens,
     weight,
 )
-
-NOTHING = tl.constexpr(0)
-RESIDUAL = tl.constexpr(1)
-BONUS = tl.constexpr(2)
 
 
 @triton.jit
@@ -329,35 +326,13 @@ def accept_kernel(
     valid = valid & (total == total)  # with filters, the bonus row is known too
     certain = valid & (best >= 0)  # a greedy row needs no draw
     plan = tl.where(valid & (best < 0), tl.where(rejected, RESIDUAL, BONUS), NOTHING)
-    ids = ids_ptr + request * 8
-    tl.store(ids, plan.to(tl.int64), mask=mask_r)
-    tl.store(ids + 1, row, mask=mask_r)
-    tl.store(ids + 2, count, mask=mask_r)
-    tl.store(ids + 3, tl.max(tl.where(here, token, -1), axis=1), mask=mask_r)
-    tl.store(ids + 4, last_id.to(tl.int64), mask=mask_r)
+    token_here = tl.max(tl.where(here, token, -1), axis=1)
+    store_row(ids_ptr, numbers_ptr, request, mask_r, plan, row, last_id, temperature, top, total, threshold, min_weight)
     draft_t = tl.load(draft_temperature_ptr + request * stride_draft_temperature, mask=mask_r, other=1.0)
-    numbers = numbers_ptr + request * 8
-    tl.store(numbers, temperature, mask=mask_r)
-    tl.store(numbers + 1, top, mask=mask_r)
-    tl.store(numbers + 2, total, mask=mask_r)
-    tl.store(numbers + 3, draft_t, mask=mask_r)
-    tl.store(numbers + 4, drafts_of(draft_max_ptr, request, count, stride_mr, stride_mk, rejected, 0.0), mask=mask_r)
-    tl.store(numbers + 5, drafts_of(draft_sum_ptr, request, count, stride_sr, stride_sk, rejected, 1.0), mask=mask_r)
-    tl.store(numbers + 6, threshold, mask=mask_r)
-    tl.store(numbers + 7, min_weight, mask=mask_r)
-
-    count = tl.where(valid, count, 0)
-    tl.store(num_accepted_ptr + request, count.to(tl.int32), mask=mask_r)
-    tl.store(num_emitted_ptr + request, tl.where(valid, count + 1, 0).to(tl.int32), mask=mask_r)
-    tl.store(valid_ptr + request, valid, mask=mask_r)
-    keep = valid[:, None] & (offs_k < count[:, None])
-    out = request * (block_size + 1)
-    mask = mask_r[:, None] & (offs_k < block_size)
-    emitted = tl.where(
-        keep, token, tl.where(certain[:, None] & (offs_k == count[:, None]), best.to(tl.int64)[:, None], -1)
+    draft_top = drafts_of(draft_max_ptr, request, count, stride_mr, stride_mk, rejected, 0.0)
+    draft_total = drafts_of(draft_sum_ptr, request, count, stride_sr, stride_sk, rejected, 1.0)
+    store_draft(ids_ptr, numbers_ptr, request, mask_r, count, token_here, draft_t, draft_top, draft_total)
+    store_results(
+        *(num_accepted_ptr, num_emitted_ptr, valid_ptr, tokens_ptr, logprobs_ptr, request, mask_r, offs_k, block_size),
+        *(tl.where(valid, count, 0), valid, certain, token, p, best.to(tl.int64), BLOCK_R),
     )
-    tl.store(tokens_ptr + out[:, None] + offs_k, emitted, mask=mask)
-    tl.store(logprobs_ptr + out[:, None] + offs_k, tl.log(tl.where(keep, p, 1.0)), mask=mask)
-    last = tl.where(certain & (count == block_size), best.to(tl.int64), -1)
-    tl.store(tokens_ptr + out + block_size, last, mask=mask_r)
-    tl.store(logprobs_ptr + out + block_size, tl.zeros((BLOCK_R,), tl.float32), mask=mask_r)

@@ -43,6 +43,74 @@ def _online_softmax(scores, top, total, acc):
     return weights, new_top, total * rescale + tl.sum(weights, axis=1), acc * rescale[:, None]
 
 
+@triton.jit
+def _share(limit, pid_s, num_shares, BLOCK_N: tl.constexpr, SHARED: tl.constexpr):
+    """Return where a program's share of positions 0 .. limit starts and stops."""
+    start, stop = tl.full((), 0, tl.int32), limit
+    if SHARED:
+        share = tl.cdiv(tl.cdiv(limit, BLOCK_N), num_shares) * BLOCK_N
+        start = tl.minimum(pid_s * share, limit)
+        stop = tl.minimum(start + share, limit)
+    return start, stop
+
+
+@triton.jit
+def _attend(
+    query,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    seen,
+    start,
+    stop,
+    scale,
+    num_pages,
+    page_size,
+    offs_kd,
+    offs_vd,
+    mask_d,
+    stride_kp,
+    stride_ks,
+    stride_vp,
+    stride_vs,
+    stride_tp,
+    COMPUTE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MULTIPLE: tl.constexpr,
+    HALVES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Attend to positions start .. stop of a request; return the maximum, the sum and the output of each row, not yet normalised."""
+    top = tl.full((BLOCK_M,), float("-inf"), COMPUTE)
+    total = tl.zeros((BLOCK_M,), COMPUTE)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), COMPUTE)
+    for offset in range(start, stop, BLOCK_N):
+        offs_n = offset + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < stop
+        mask_nd = mask_n[:, None] & mask_d[None, :]
+        page, slot = _pages(table_ptr, offs_n, mask_n, num_pages, page_size, stride_tp)
+        cells = (page * stride_kp + slot * stride_ks) * MULTIPLE
+        keys = tl.load(keys_ptr + cells[:, None] + offs_kd[None, :], mask=mask_nd, other=0.0)
+        if not HALVES:
+            keys = keys.to(COMPUTE)
+        scores = _product(query, tl.trans(keys), tl.zeros((BLOCK_M, BLOCK_N), COMPUTE), INTERPRETED) * scale
+        visible = mask_n[None, :] & (offs_n[None, :] < seen[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        weights, top, total, acc = _online_softmax(scores, top, total, acc)
+        cells = (page * stride_vp + slot * stride_vs) * MULTIPLE
+        values = tl.load(values_ptr + cells[:, None] + offs_vd[None, :], mask=mask_nd, other=0.0)
+        if HALVES:
+            high = rounded(weights, values.dtype, INTERPRETED)
+            low = (weights - high).to(values.dtype)
+            high = high.to(values.dtype)
+            acc = _product(low, values, _product(high, values, acc, INTERPRETED), INTERPRETED)
+        else:
+            acc = _product(weights, values.to(COMPUTE), acc, INTERPRETED)
+    return top, total, acc
+
+
 ATTENTION_INTEGERS = (
     *("num_requests", "num_rows", "heads", "group", "tiles", "num_pages", "page_size", "max_context"),
     *("stride_qn", "stride_qh", "stride_qd"),
@@ -133,43 +201,17 @@ def attention_kernel(
         owner = tl.load(ids_ptr + row * stride_id, mask=mask_m, other=-1)
         position = tl.load(positions_ptr + row * stride_pos, mask=mask_m, other=-1)
         seen = tl.minimum(tl.where(owner == pid_r, position + 1, 0), context).to(tl.int32)
-        limit = tl.max(seen, axis=0)
-        start, stop = tl.full((), 0, tl.int32), limit
-        if SHARED:
-            share = tl.cdiv(tl.cdiv(limit, BLOCK_N), num_shares) * BLOCK_N
-            start = tl.minimum(pid_s * share, limit)
-            stop = tl.minimum(start + share, limit)
+        start, stop = _share(tl.max(seen, axis=0), pid_s, num_shares, BLOCK_N, SHARED)
         offs_q = ((row * stride_qn + head * stride_qh) * MULTIPLE)[:, None] + offs_qd[None, :]
         query = tl.load(query_ptr + offs_q, mask=mask_m[:, None] & mask_d[None, :], other=0.0)
         if not HALVES:
             query = query.to(COMPUTE)
 
-        top = tl.full((BLOCK_M,), float("-inf"), COMPUTE)
-        total = tl.zeros((BLOCK_M,), COMPUTE)
-        acc = tl.zeros((BLOCK_M, BLOCK_D), COMPUTE)
-        for offset in range(start, stop, BLOCK_N):
-            offs_n = offset + tl.arange(0, BLOCK_N)
-            mask_n = offs_n < stop
-            mask_nd = mask_n[:, None] & mask_d[None, :]
-            page, slot = _pages(table_ptr, offs_n, mask_n, num_pages, page_size, stride_tp)
-            cells = (page * stride_kp + slot * stride_ks) * MULTIPLE
-            keys = tl.load(keys_ptr + cells[:, None] + offs_kd[None, :], mask=mask_nd, other=0.0)
-            if not HALVES:
-                keys = keys.to(COMPUTE)
-            scores = _product(query, tl.trans(keys), tl.zeros((BLOCK_M, BLOCK_N), COMPUTE), INTERPRETED) * scale
-            visible = mask_n[None, :] & (offs_n[None, :] < seen[:, None])
-            scores = tl.where(visible, scores, float("-inf"))
-            weights, top, total, acc = _online_softmax(scores, top, total, acc)
-            cells = (page * stride_vp + slot * stride_vs) * MULTIPLE
-            values = tl.load(values_ptr + cells[:, None] + offs_vd[None, :], mask=mask_nd, other=0.0)
-            if HALVES:
-                high = rounded(weights, values.dtype, INTERPRETED)
-                low = (weights - high).to(values.dtype)
-                high = high.to(values.dtype)
-                acc = _product(low, values, _product(high, values, acc, INTERPRETED), INTERPRETED)
-            else:
-                acc = _product(weights, values.to(COMPUTE), acc, INTERPRETED)
-
+        top, total, acc = _attend(
+            *(query, keys_ptr, values_ptr, table_ptr, seen, start, stop, scale, num_pages, page_size),
+            *(offs_kd, offs_vd, mask_d, stride_kp, stride_ks, stride_vp, stride_vs, stride_tp),
+            *(COMPUTE, BLOCK_M, BLOCK_N, BLOCK_D, MULTIPLE, HALVES, INTERPRETED),
+        )
         offs_cell = row * heads + head
         if SHARED:
             offs_cell += pid_s.to(tl.int64) * num_rows * heads

@@ -1,7 +1,8 @@
 """`python -m dsspark compile`: compile every kernel in every variant a launcher can choose, without a GPU, and inspect the result.
 
 It fails on a variant that does not compile, spills on sm_90, multiplies in tf32, asks for more shared memory than there is, or
-loads a vocabulary-sized operand in less than 16 bytes where sizes and strides are multiples of 16.
+loads a vocabulary-sized operand in less than 16 bytes where sizes and strides are multiples of 16, adds a 32-bit offset that could
+overflow to a pointer, or has an instruction that waits for another program.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def compile_variants(
     arch: str | Sequence[str] = "sm_90",
     *,
     jobs: int = 2,
+    cache: str | None = None,
     on_report: Callable[[Report], object] | None = None,
 ) -> list[Report]:
     """Compile variants ahead of time, in processes of their own, without a GPU.
@@ -90,6 +92,7 @@ def compile_variants(
         variants: what to compile; each kernel must be an attribute of the module that defines it.
         arch: one or several of `ARCHITECTURES`.
         jobs: how many processes.
+        cache: a folder where Triton keeps what it has compiled, by a key of all that it depends on; None for a temporary one.
         on_report: called with each report as it comes, from any thread.
 
     Returns:
@@ -107,9 +110,10 @@ def compile_variants(
     pending: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in range(len(tasks)):
         pending.put(index)
-    with tempfile.TemporaryDirectory(prefix="dsspark-compile-") as cache:
+    with tempfile.TemporaryDirectory(prefix="dsspark-compile-") as temporary:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment["TRITON_CACHE_DIR"] = cache
+        # Lines of the source in the binary take time and change no instruction.
+        environment |= {"TRITON_CACHE_DIR": os.path.abspath(cache or temporary), "TRITON_DISABLE_LINE_INFO": "1"}
         workers = [_Worker(environment) for _ in range(min(jobs, len(tasks)))]
         threads = [
             threading.Thread(target=_drain, args=(worker, tasks, pending, reports, on_report), daemon=True)
@@ -209,6 +213,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--component", metavar="NAME", help="only one module of dsspark.kernels")
     parser.add_argument("--one-per-kernel", action="store_true", help="only the first variant of each kernel")
     parser.add_argument("--jobs", type=int, default=2, help="compiling processes (default: 2)")
+    parser.add_argument(
+        "--cache", metavar="DIR", help="keep what is compiled there, for the next time (default: nowhere)"
+    )
+    parser.add_argument("--brief", action="store_true", help="print problems and sums only")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
 
 
@@ -222,29 +230,42 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("compiling", total=len(variants) * len(args.arch))
-        reports = compile_variants(variants, args.arch, jobs=args.jobs, on_report=lambda report: progress.advance(bar))
+        reports = compile_variants(
+            variants, args.arch, jobs=args.jobs, cache=args.cache, on_report=lambda report: progress.advance(bar)
+        )
     failed = sum(1 for report in reports if report.problems)
     if args.json:
         summary = {"triton": _triton_version(), "compiled": len(reports), "failed": failed}
         print(json.dumps({**summary, "reports": [asdict(report) for report in reports]}, indent=1))
     else:
-        _print(reports)
+        _print(reports, brief=args.brief)
     return 1 if failed else 0
 
 
-def _print(reports: Sequence[Report]) -> None:
-    """Print a table of all reports, then the problems."""
+def _print(reports: Sequence[Report], *, brief: bool = False) -> None:
+    """Print a table of all reports, unless `brief`, then the problems, then what each architecture took."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200
+    if not brief:
+        console.print(_table(reports))
+    for report in reports:
+        for problem in report.problems:
+            console.print(f"{report.variant} on {report.arch}: {problem}", style="red", markup=False, highlight=False)
+    for arch in dict.fromkeys(report.arch for report in reports):
+        mine = [report for report in reports if report.arch == arch]
+        seconds, spilling = sum(report.seconds for report in mine), sum(1 for report in mine if report.spilled_bytes)
+        console.print(
+            f"{arch}: {len(mine)} variants in {seconds:.0f} s of compiling, {spilling} spill", highlight=False
+        )
+    failed = sum(1 for report in reports if report.problems)
+    console.print(f"{len(reports)} compiled with Triton {_triton_version()}, {failed} with a problem", highlight=False)
+
+
+def _table(reports: Sequence[Report]) -> Table:
     table = Table("variant", "arch", "registers", "spilled", "shared", "bytes a load, by pointer")
     for report in reports:
         loads = "  ".join(f"{name} {'/'.join(str(w) for w in widths)}" for name, widths in report.loads.items())
         numbers = (str(n) for n in (report.registers, report.spilled_bytes, report.shared_bytes))
         table.add_row(report.variant, report.arch, *numbers, loads, style="red" if report.problems else None)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200
-    console.print(table)
-    for report in reports:
-        for problem in report.problems:
-            console.print(f"{report.variant} on {report.arch}: {problem}", style="red", markup=False, highlight=False)
-    failed = sum(1 for report in reports if report.problems)
-    console.print(f"{len(reports)} compiled with Triton {_triton_version()}, {failed} with a problem", highlight=False)
+    return table

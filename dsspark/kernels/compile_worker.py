@@ -25,7 +25,9 @@ from dsspark.kernels.inspection import (
     cuda_resources,
     find_problems,
     load_widths,
+    narrow_offsets,
     uses_tf32,
+    waits,
 )
 
 
@@ -60,31 +62,22 @@ def compile_job(job: Job) -> Report:
 
 
 def _compile(job: Job) -> Report:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     start = time.perf_counter()
     kernel: Any = getattr(_module(job.module, job.path), job.function)
     names: list[str] = kernel.arg_names
     _check_names(job, names)
-    nvidia = job.arch.startswith("sm_")
-    target = GPUTarget("cuda", int(job.arch[3:]), 32) if nvidia else GPUTarget("hip", job.arch, 64)
-    compiled = triton.compile(
-        ASTSource(
-            kernel,
-            {name: job.signature.get(name, "constexpr") for name in names},
-            dict(job.constexprs),
-            {(names.index(name),): [["tt.divisibility", 16]] for name in job.aligned},
-        ),
-        target=target,
-        options={"num_warps": job.num_warps, "num_stages": job.num_stages, "enable_fp_fusion": False},
-    )
-    code = compiled.asm
+    compiled = _compiled(job, kernel)
+    code, nvidia = compiled.asm, job.arch.startswith("sm_")
     loads = load_widths(code["llir"], [name for name in names if name in job.signature])
     registers, spilled_bytes = cuda_resources(code["cubin"]) if nvidia else amd_resources(code["amdgcn"])
     shared_bytes = int(compiled.metadata.shared)
-    tf32 = uses_tf32(code["ptx" if nvidia else "amdgcn"])
+    text = code["ptx" if nvidia else "amdgcn"]
+    pointers = [name for name, kind in job.signature.items() if kind.startswith("*")]
+    problems = find_problems(
+        *(job.arch, spilled_bytes, shared_bytes, uses_tf32(text), loads, job.wide_loads),
+        waiting=waits(text),
+        offsets=narrow_offsets(code["ttir"], pointers),
+    )
     return Report(
         variant=job.variant,
         arch=job.arch,
@@ -92,8 +85,28 @@ def _compile(job: Job) -> Report:
         spilled_bytes=spilled_bytes,
         shared_bytes=shared_bytes,
         loads=loads,
-        problems=find_problems(job.arch, spilled_bytes, shared_bytes, tf32, loads, job.wide_loads),
+        problems=problems,
         seconds=time.perf_counter() - start,
+    )
+
+
+def _compiled(job: Job, kernel: Any) -> Any:
+    """Return what Triton makes of a kernel for the architecture of a job."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    nvidia, names = job.arch.startswith("sm_"), kernel.arg_names
+    source = ASTSource(
+        kernel,
+        {name: job.signature.get(name, "constexpr") for name in names},
+        dict(job.constexprs),
+        {(names.index(name),): [["tt.divisibility", 16]] for name in job.aligned},
+    )
+    return triton.compile(
+        source,
+        target=GPUTarget("cuda", int(job.arch[3:]), 32) if nvidia else GPUTarget("hip", job.arch, 64),
+        options={"num_warps": job.num_warps, "num_stages": job.num_stages, "enable_fp_fusion": False},
     )
 
 

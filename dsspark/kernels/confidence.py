@@ -55,7 +55,8 @@ def _running_products(logits, temperatures_ptr, stride_tk, block_size, BLOCK_R: 
     """Return prod_{i <= k} sigmoid(z_i / T_i), [BLOCK_R, BLOCK_K], each product rounded once, left to right."""
     offs_k = tl.arange(0, BLOCK_K)
     if temperatures_ptr is not None:
-        scale = tl.load(temperatures_ptr + offs_k * stride_tk, mask=offs_k < block_size, other=1.0).to(logits.dtype)
+        offs_t = offs_k.to(tl.int64) * stride_tk
+        scale = tl.load(temperatures_ptr + offs_t, mask=offs_k < block_size, other=1.0).to(logits.dtype)
         usable = (scale > 0) & (scale < float("inf"))
         scaled = divide(logits, tl.broadcast_to(tl.where(usable, scale, 1.0)[None, :], (BLOCK_R, BLOCK_K)))
         logits = tl.where(usable[None, :], scaled, float("nan"))
@@ -115,7 +116,7 @@ def confidence_kernel(
             mask=mask_row[:, None] & mask_d[None, :],
             other=0.0,
         )
-        weight = tl.load(weight_ptr + offs_d * stride_w, mask=mask_d, other=0.0)
+        weight = tl.load(weight_ptr + offs_d.to(tl.int64) * stride_w, mask=mask_d, other=0.0)
         sums += hidden.to(COMPUTE) * weight.to(COMPUTE)[None, :]
     logits = tl.sum(sums, axis=1)
 
@@ -132,7 +133,8 @@ def confidence_kernel(
                 mask=(mask_row & known)[:, None] & mask_e[None, :],
                 other=0.0,
             )
-            weight = tl.load(weight_ptr + (hidden_size + offs_e) * stride_w, mask=mask_e, other=0.0)
+            offs_w = (hidden_size + offs_e).to(tl.int64) * stride_w
+            weight = tl.load(weight_ptr + offs_w, mask=mask_e, other=0.0)
             sums += embedding.to(COMPUTE) * weight.to(COMPUTE)[None, :]
         logits = tl.where(known, logits + tl.sum(sums, axis=1), float("nan"))
 
@@ -188,24 +190,12 @@ def _launch_head(
     launch(
         confidence_kernel,
         (triton.cdiv(num_requests, config.block_r),),
-        hidden,
-        previous_tokens,
-        markov_w1,
-        weight,
-        bias,
-        temperatures,
-        logits,
-        survival,
+        *(hidden, previous_tokens, markov_w1, weight, bias, temperatures, logits, survival),
         *hidden.stride(),
         *previous_tokens.stride(),
         *((0, 1) if markov_w1 is None else markov_w1.stride()),
-        weight.stride(-1),
-        1 if temperatures is None else temperatures.stride(0),
-        num_requests,
-        block_size,
-        hidden_size,
-        rank,
-        vocab_size,
+        *(weight.stride(-1), 1 if temperatures is None else temperatures.stride(0)),
+        *(num_requests, block_size, hidden_size, rank, vocab_size),
         COMPUTE=_triton_dtype(compute_dtype(hidden)),
         BLOCK_R=config.block_r,
         BLOCK_K=positions_tile(block_size),
@@ -246,6 +236,22 @@ def variants() -> list[Variant]:
     return found
 
 
+_HEAD_INTEGERS = (
+    *("num_requests", "block_size", "hidden_size", "rank", "vocab_size"),
+    *(
+        "stride_hr",
+        "stride_hk",
+        "stride_hd",
+        "stride_xr",
+        "stride_xk",
+        "stride_ev",
+        "stride_er",
+        "stride_w",
+        "stride_tk",
+    ),
+)
+
+
 def _head_variant(
     activations: torch.dtype, head: torch.dtype, block_size: int, aligned: bool, outputs: str, optional: bool
 ) -> Variant:
@@ -264,10 +270,8 @@ def _head_variant(
     if outputs != "survival":
         signature["logits_ptr"] = result
     absent -= set(signature)
-    sizes = ["num_requests", "block_size", "hidden_size", "rank", "vocab_size"]
-    strides = [f"stride_{name}" for name in ("hr", "hk", "hd", "xr", "xk", "ev", "er", "w", "tk")]
     ones = ["stride_hd", "stride_xk", "stride_er", "stride_w", "stride_tk"] if aligned else []
-    signature |= {name: "i32" for name in (*sizes, *strides) if name not in ones}
+    signature |= {name: "i32" for name in _HEAD_INTEGERS if name not in ones}
     wide = ("hidden_ptr", "w1_ptr") if "w1_ptr" in signature else ("hidden_ptr",)
     multiples = [*(name for name in signature if name.endswith("_ptr")), "stride_hr", "stride_hk", "stride_ev"]
     return Variant(

@@ -206,6 +206,41 @@ def launches(work: Work) -> list[tuple[Any, ...]]:
     return found
 
 
+def _product(head: MarkovHead | None) -> dict[str, int] | None:
+    """Return the constexprs of the product with W2, None without a head."""
+    if head is None:
+        return None
+    return product_shape(head.rank, head.markov_w1.weight.dtype, head.markov_w2.weight.dtype)
+
+
+def _halves(head: MarkovHead | None, hidden: Tensor | None) -> bool:
+    """Return whether the inputs of a gated or RNN head and its matrix have one half-precision dtype."""
+    layer = None if head is None else head.gate_proj or head.joint_proj
+    return layer is not None and hidden is not None and layer.weight.dtype == hidden.dtype != torch.float32
+
+
+def _buffers(
+    base_logits: Tensor, head: MarkovHead | None, statistics: tuple[int, int], keep_logits: bool
+) -> dict[str, Any]:
+    """Allocate what the launches write, by the names of `Work`."""
+    num_requests, block_size, vocab_size = base_logits.shape
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=base_logits.device)
+
+    found: dict[str, Any] = {"tokens": empty(num_requests, block_size, dtype=torch.int64)}
+    found |= {name: empty(num_requests, block_size) for name in ("token_probs", "row_max", "row_sum")}
+    found |= {name: empty(*statistics) for name in ("tops", "totals")}
+    found |= dict.fromkeys(("logits", "latent", "states"))
+    if keep_logits:
+        found["logits"] = empty(num_requests, block_size, vocab_size, dtype=base_logits.dtype)
+    if head is not None:
+        found["latent"] = empty(num_requests, block_size, head.rank, dtype=head.markov_w1.weight.dtype)
+        if head.kind == "rnn":
+            found["states"] = empty(num_requests, head.rank), empty(num_requests, head.rank)
+    return found
+
+
 def plan(
     base_logits: Tensor,
     anchors: Tensor,
@@ -221,20 +256,12 @@ def plan(
 ) -> Work:
     """Choose the configuration and allocate what the launches write."""
     num_requests, block_size, vocab_size = base_logits.shape
-    product = None
-    if head is not None:
-        product = product_shape(head.rank, head.markov_w1.weight.dtype, head.markov_w2.weight.dtype)
     num_rows = num_requests * (block_size if head is None else 1)
-    layer = None if head is None else head.gate_proj or head.joint_proj
-    halves = layer is not None and hidden is not None and layer.weight.dtype == hidden.dtype != torch.float32
+    product = _product(head)
+    halves = _halves(head, hidden)
     config = config or choose_config(num_rows, vocab_size, product, cell, keep_logits=keep_logits, halves=halves)
     tiling = Tiling.cut(vocab_size, cell, config.block_v)
 
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=base_logits.device)
-
-    shape = num_requests, block_size
-    rnn = head is not None and head.kind == "rnn"
     return Work(
         base_logits=base_logits,
         anchors=anchors,
@@ -246,13 +273,5 @@ def plan(
         config=config,
         tiling=tiling,
         product=product,
-        tokens=empty(*shape, dtype=torch.int64),
-        token_probs=empty(*shape),
-        row_max=empty(*shape),
-        row_sum=empty(*shape),
-        tops=empty(num_rows, tiling.num_chunks),
-        totals=empty(num_rows, tiling.num_chunks),
-        logits=empty(*shape, vocab_size, dtype=base_logits.dtype) if keep_logits else None,
-        latent=None if head is None else empty(*shape, head.rank, dtype=head.markov_w1.weight.dtype),
-        states=(empty(num_requests, head.rank), empty(num_requests, head.rank)) if head is not None and rnn else None,
+        **_buffers(base_logits, head, (num_rows, tiling.num_chunks), keep_logits),
     )

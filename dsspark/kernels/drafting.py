@@ -172,6 +172,18 @@ def _recomputed_chunks(
     return base + tl.sum(tl.where(own, corrections, 0.0), axis=0)
 
 
+@triton.jit
+def _pick_lane(x, inside, top, rate, greedy, token_uniform, remaining, LANES: tl.constexpr, SUBS: tl.constexpr):
+    """Return the lane of a chunk that is drawn, of a greedy row the first of its maximum, and the weights of the chunk."""
+    lanes = tl.arange(0, LANES)[None, :]
+    usual = inside & (x < float("inf"))
+    weights = tl.where(usual, weight(x, top[:, None], rate[:, None]), 0.0)
+    drawn = choose_lane(weights, token_uniform, remaining, LANES, SUBS)
+    x = tl.where(usual, x, float("-inf"))
+    first = tl.min(tl.where(inside & (x == tl.max(x, axis=1)[:, None]), lanes, LANES), axis=1)
+    return tl.where(greedy, tl.where(first < LANES, first, 0), drawn), weights
+
+
 @triton.jit(do_not_specialize=list(PICK_VALUES))
 def pick_kernel(
     base_ptr,  # [R, gamma, V]: U, or the corrected logits if they are stored
@@ -242,8 +254,7 @@ def pick_kernel(
     chunk = tl.where(greedy, highest, chunk)
     chunk = tl.where(chunk < num_chunks, chunk, 0)  # a row that is no distribution may have no highest chunk
 
-    lanes = tl.arange(0, LANES)
-    token, inside = chunk_tokens(chunk[:, None], lanes[None, :], CELL, CHUNK)
+    token, inside = chunk_tokens(chunk[:, None], tl.arange(0, LANES)[None, :], CELL, CHUNK)
     inside = inside & (token < vocab_size) & mask_row[:, None]
     offs_v = token.to(tl.int64)
     offs_x = (request * stride_br + position * stride_bk)[:, None] + offs_v * stride_bv
@@ -253,12 +264,7 @@ def pick_kernel(
             x, latent_ptr, first_row, num_rows, positions, first_position, block_size, w2_ptr, offs_v * stride_wv, inside,
             stride_we, rank, BLOCK_R, LANES, PRODUCT_ROWS, RANK, BLOCK_K, INTERPRETED,
         )  # fmt: skip
-    usual = inside & (x < float("inf"))
-    weights = tl.where(usual, weight(x, top[:, None], rate[:, None]), 0.0)
-    drawn = choose_lane(weights, token_uniform, remaining, LANES, SUBS)
-    x = tl.where(usual, x, float("-inf"))
-    first = tl.min(tl.where(inside & (x == tl.max(x, axis=1)[:, None]), lanes[None, :], LANES), axis=1)
-    lane = tl.where(greedy, tl.where(first < LANES, first, 0), drawn)
+    lane, weights = _pick_lane(x, inside, top, rate, greedy, token_uniform, remaining, LANES, SUBS)
 
     valid = total == total
     probability = tl.where(greedy, 1.0, divide(at_lane(weights, lane, LANES), total))

@@ -5,14 +5,20 @@ renormalised survivors keep the smallest prefix whose mass reaches top_p; then d
 prefix of the order, so a row's filter is a logit, the last id kept among the tokens that tie at it, and a least weight: see `kept`.
 Since the tokens that min-p keeps are a prefix too, the sum of what is kept is the smaller of two sums.
 
-Bytes moved, in reads of a row after its statistics (`dsspark.kernels.selection` has the method), at most:
+Bytes moved, in reads of a row after its statistics (`dsspark.kernels.selection` has the method): min-p alone reads it once. A search
+reads it once, once more for the tokens it is then left with, if these are at most 2,048, and once for each further narrowing until they
+are: two or three times, with top-k and top-p together as with one of them. Only where more than 2,048 tokens of a row are too close to
+be told apart by then, as when that many are tied, there is more to read, at most:
 
-    dtype      min-p alone   one of top-k, top-p   both
-    bfloat16   1             2 1/64                3 1/64
-    float16    1             2 1/8                 3 1/8
-    float32    1             3 1/2                 4 1/512 (5 if top-k cuts bins that outweigh what is above them, twice)
+    dtype      one of top-k, top-p   both
+    bfloat16   2 1/64                3 1/64
+    float16    2 1/8                 3 1/8
+    float32    3 1/2                 4 1/512 (4 unless tied tokens are split)
 
-The fractions are the part of a row that is searched for the last of tied tokens, where ties are split.
+The fractions are the part of a row that is searched for the last of tied tokens, where ties are split. Both together on float32 could
+read 5: top-k's cut is certain after three passes, 11 of 32 bits each, top-p's target not before, and the fourth must then settle
+top-p. It does if 2,048 tokens or 1,024 keys are left to it, which fails only if top-k's first two passes both cut a bin that holds
+much of the mass, weights in it differ, and more than 2,048 tokens lie in one of 2,048 bins of the mass in doubt.
 A row is no longer read once its cutoff is known. Rows that are greedy, skipped, invalid or keep all are not read.
 Scratch: 24 KiB a row and filter.
 
@@ -191,12 +197,27 @@ def _steps(
     yield _Step(begin_kernel, triton.cdiv(num_rows, _ROWS_BEGIN), arguments, low | {"BLOCK_N": _ROWS_BEGIN})
 
     # A filter may remove something, as far as the host knows.
-    top_k, top_p, min_p = (
+    active = [
         isinstance(value, Tensor) or (value is not None and value != neutral)
         for value, neutral in zip(_values(filters), _NEUTRAL, strict=True)
-    )
-    if not (top_k or top_p or min_p):
-        return
+    ]
+    if any(active):
+        yield from _searches(logits, row_max, state, group_max, found, config, *active[:2])
+
+
+def _searches(
+    logits: Tensor,
+    row_max: Tensor,
+    state: Tensor,
+    group_max: Tensor | None,
+    found: Cutoffs,
+    config: Config,
+    top_k: bool,
+    top_p: bool,
+) -> Iterator[_Step]:
+    """Yield the launches of top-k's and top-p's searches, one of the two or neither, and of the end."""
+    num_rows, vocab_size = logits.shape
+    low = {"LOW": _LOW_BITS[logits.dtype]}
     slots = int(top_k) + int(top_p)
     shape = (num_rows, slots, 1 << BIN_BITS)
     counts = torch.zeros(shape, dtype=torch.int32, device=logits.device)
@@ -217,7 +238,7 @@ def _steps(
         if slots and stage < 2:
             constants = searched | {"STAGE": stage, "SLOTS": slots}
             yield _Step(walk_kernel, few, (row_max, state, counts, masses, num_rows), constants, config.num_warps)
-    ends = (logits, row_max, state, counts, found.threshold, found.last_id, found.kept_sum, *sizes)
+    ends = (logits, row_max, state, counts, masses, found.threshold, found.last_id, found.kept_sum, *sizes)
     yield _Step(end_kernel, few, ends, searched | {"SLOTS": slots, "BLOCK_V": config.block_v})
 
 

@@ -31,6 +31,14 @@ _IR_LOAD = re.compile(r"^load (?:volatile )?(<[^>]+>|\w+), ptr addrspace\([18]\)
 _IR_CALL_LOAD = re.compile(r"^(?:tail )?call (<[^>]+>|\w+) @llvm\.[\w.]*\bload\b[\w.]*\(")
 _GLOBAL_POINTER = re.compile(r"ptr addrspace\([18]\) (?:[a-z]\w*(?:\([^)]*\))? )*(%[\w.]+)")
 _PHI_POINTERS = re.compile(r"\[ (%[\w.]+), ")
+_ASSIGNMENT = re.compile(r"^\s*%([\w.$]+) = ([\w.]+) ?([^:{]*?) ?(?:\{[^}]*\} )?: (.*?)(?: loc\(.*)?$", re.MULTILINE)
+_ARGUMENT = re.compile(r"%([\w.$]+): i(?:32|64)\b")
+_SHAPE_STEPS = {"tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans"}
+_POINTER_STEPS = {*_SHAPE_STEPS, "tt.addptr", "tt.bitcast", "arith.select"}
+_ARITHMETIC = {f"arith.{name}" for name in ("addi", "subi", "muli", "divsi", "remsi", "andi", "shli", "shrsi", "extsi")}
+_SMALL, _GIVEN = "lanes of a tile", "an argument as it is"
+_VALUE = re.compile(r"%([\w.$]+)")
+_WAITING = re.compile(r"\b(?:ld\.(?:volatile|acquire)|atom\.\S*(?:cas|exch|acq)|red\.\S*acq|nanosleep|s_sleep|cmpswap)")
 _TYPE_BITS = {"half": 16, "bfloat": 16, "float": 32, "double": 64, "ptr": 64}
 
 
@@ -169,6 +177,40 @@ def uses_tf32(code: str) -> bool:
     return re.search(r"\.tf32\b|_xf32\b", code) is not None
 
 
+def waits(code: str) -> bool:
+    """Return whether the PTX (or AMD assembly) has what a wait for another program is made of: locks, ordered loads, sleep."""
+    return _WAITING.search(code) is not None
+
+
+def narrow_offsets(ttir: str, arguments: Sequence[str]) -> list[str]:
+    """Return the pointer arguments to which 32-bit offsets are added that could overflow.
+
+    A 32-bit offset is harmless if it is an argument itself, or made of constants and ranges alone: lanes within a tile. Any other, as an
+    index times a stride, must have 64 bits.
+
+    Args:
+        ttir: Triton's first intermediate code of one kernel, whose parameters have the names of the source.
+        arguments: which parameters to look at.
+    """
+    origin = {name: name for name in arguments}
+    values = dict.fromkeys(_ARGUMENT.findall(ttir), _GIVEN)
+    found = set()
+    for result, operation, operands, types in _ASSIGNMENT.findall(ttir):
+        names = _VALUE.findall(operands)
+        source = next((origin[name] for name in names if name in origin), None)
+        if source is not None and operation in _POINTER_STEPS:
+            origin[result] = source
+            if operation == "tt.addptr" and values.get(names[1]) is None and not types.rstrip("> ").endswith("i64"):
+                found.add(source)
+        elif operation in ("arith.constant", "tt.make_range"):
+            values[result] = _SMALL
+        elif operation in _SHAPE_STEPS:
+            values[result] = values.get(names[0])
+        elif operation in _ARITHMETIC and all(values.get(name) == _SMALL for name in names):
+            values[result] = _SMALL
+    return sorted(found)
+
+
 def find_problems(
     arch: str,
     spilled_bytes: int,
@@ -176,14 +218,23 @@ def find_problems(
     tf32: bool,
     loads: Mapping[str, Mapping[int, int]],
     wide_loads: Sequence[str],
+    *,
+    waiting: bool = False,
+    offsets: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Return what a compiled variant breaks; empty if all is well.
 
     Every load through a pointer in `wide_loads` must be at least 16 bytes on NVIDIA, and there must be one. Where a variant has
     such pointers, a narrow load that cannot be traced to an argument counts as broken too. On AMD a wave has 64 lanes, so that the
     same tile gives each half as much: widths are reported there, not judged.
+
+    `offsets` names the pointers to which 32-bit offsets are added; `waiting` tells whether the code could wait for another program.
     """
     problems = []
+    if waiting:
+        problems.append("has instructions that wait for another program, which may not be running")
+    if offsets:
+        problems.append(f"adds 32-bit offsets to {', '.join(offsets)}")
     if arch == "sm_90" and spilled_bytes:
         problems.append(f"spills {spilled_bytes} bytes a thread")
     if shared_bytes > SHARED_LIMITS[arch]:

@@ -80,7 +80,7 @@ def _project(
         matrix_ptr, offs_m, mask_j, stride_mk, before_h, hidden_size, BLOCK_K, INTERPRETED,
     )  # fmt: skip
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + offs_row * stride_bias, mask=mask_j, other=0.0)
+        bias = tl.load(bias_ptr + offs_row.to(tl.int64) * stride_bias, mask=mask_j, other=0.0)
         total += bias.to(tl.float32)[None, :]
     return total
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 TRITON_DTYPES = {
@@ -30,17 +31,25 @@ def interpreted(kernel: object) -> bool:
     return isinstance(kernel, InterpretedFunction)
 
 
+def _on_device_of(arguments: Iterable[object]) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which the device of the first GPU tensor is the current one: Triton launches on that, not on the tensors'."""
+    for value in arguments:
+        if isinstance(value, Tensor) and value.device.type == "cuda":
+            return torch.cuda.device(value.device)
+    return contextlib.nullcontext()
+
+
 def launch(
     kernel: Any, grid: tuple[int, ...], *arguments: object, num_warps: int = 4, num_stages: int = 2, **named: object
 ) -> None:
-    """Launch a kernel over a grid; an empty grid launches nothing.
+    """Launch a kernel over a grid, on the device of its tensors; an empty grid launches nothing.
 
     Contraction of multiplications and additions is off, so that a law is computed by the same operations as in the reference.
     """
     if 0 in grid:
         return
     # A GPU's overflow to infinity is silent; numpy, which interprets, would warn.
-    with np.errstate(all="ignore") if interpreted(kernel) else contextlib.nullcontext():
+    with np.errstate(all="ignore") if interpreted(kernel) else _on_device_of(arguments):
         kernel[grid](*arguments, **named, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
 
 

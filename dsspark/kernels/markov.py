@@ -25,8 +25,8 @@ from torch import Tensor
 from dsspark._checks import as_temperature, check_device, check_dtype
 from dsspark.contracts import check_draft_arguments
 from dsspark.kernels.describe import describe
-from dsspark.kernels.draft_plan import Config, choose_config, launches, plan
-from dsspark.kernels.drafting import PICK_VALUES, STATISTICS_VALUES, statistics_kernel
+from dsspark.kernels.draft_plan import Config, Work, choose_config, launches, plan
+from dsspark.kernels.drafting import PICK_VALUES, STATISTICS_VALUES, pick_kernel, statistics_kernel
 from dsspark.kernels.latent import LATENT_POINTERS, LATENT_VALUES, latent_kernel
 from dsspark.kernels.launch import TRITON_DTYPES, Variant, launch
 from dsspark.kernels.sampling import KERNEL_DTYPES, check_logits, check_uniforms
@@ -38,6 +38,12 @@ if TYPE_CHECKING:
     from dsspark.models.heads import MarkovHead
 
 __all__ = ["Config", "choose_config", "draft_block", "variants"]
+
+_UNSPECIALISED = {
+    latent_kernel: LATENT_VALUES + LATENT_POINTERS,
+    statistics_kernel: STATISTICS_VALUES,
+    pick_kernel: PICK_VALUES,
+}
 
 
 def _check_kernel_dtypes(base_logits: Tensor, head: MarkovHead | None, hidden: Tensor | None, uniforms: Tensor) -> None:
@@ -86,64 +92,69 @@ def _block_variants(
     mapped: bool = False,
 ) -> dict[str, Variant]:
     """Return the variants, by name, of blocks of 7 drafts and a backbone of width 4096."""
-
-    def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    head: Any = None
-    if kind is not None:
-        inputs, outputs = {"vanilla": (0, 0), "gated": (4096 + rank, rank), "rnn": (4096 + 2 * rank, 3 * rank)}[kind]
-        layer = SimpleNamespace(weight=meta(outputs, inputs, dtype=weights), bias=meta(outputs, dtype=weights))
-        head = SimpleNamespace(
-            kind=kind,
-            rank=rank,
-            markov_w1=SimpleNamespace(weight=meta(vocab_size, rank, dtype=weights)),
-            markov_w2=SimpleNamespace(weight=meta(vocab_size, rank, dtype=weights)),
-            gate_proj=layer if kind == "gated" else None,
-            joint_proj=layer if kind == "rnn" else None,
-        )
     work = plan(
-        meta(num_requests, 7, vocab_size, dtype=base),
-        meta(num_requests, dtype=torch.int64),
-        head,
-        meta(num_requests, 7, 2),
-        temperature=meta(num_requests),
-        hidden=meta(num_requests, 7, 4096, dtype=base),
-        draft_to_target=meta(vocab_size, dtype=torch.int64) if mapped else None,
+        _meta(num_requests, 7, vocab_size, dtype=base),
+        _meta(num_requests, dtype=torch.int64),
+        _meta_head(kind, vocab_size, rank, weights),
+        _meta(num_requests, 7, 2),
+        temperature=_meta(num_requests),
+        hidden=_meta(num_requests, 7, 4096, dtype=base),
+        draft_to_target=_meta(vocab_size, dtype=torch.int64) if mapped else None,
         keep_logits=keep_logits,
         cell=CELL,
         config=None,
     )
     kept, ids = "-kept" if keep_logits else "", "-mapped" if mapped else ""
+    sizes = f"{TRITON_DTYPES[base]}-{TRITON_DTYPES[weights]}-V{vocab_size}-R{num_requests}-r{rank}"
     found: dict[str, Variant] = {}
     for index, (kernel, _, arguments, constants) in enumerate(launches(work)):
-        values: tuple[str, ...]
         wide: tuple[str, ...] = ()
         if kernel is latent_kernel:  # the names say what makes a difference
-            values, what, wide = (
-                LATENT_VALUES + LATENT_POINTERS,
-                f"latent/{kind}{'-first' if index == 0 else ''}",
-                ("hidden_ptr",),
-            )
+            what, wide = f"latent/{kind}{'-first' if index == 0 else ''}", ("hidden_ptr",)
         elif kernel is statistics_kernel:
-            values, what = STATISTICS_VALUES, f"statistics/{'head' if kind else 'parallel'}{kept}"
+            what = f"statistics/{'head' if kind else 'parallel'}{kept}"
             wide = ("base_ptr", "w2_ptr") if vocab_size % 16 == 0 else ()
         else:
-            values, what = (
-                PICK_VALUES,
-                f"pick/{ {None: 'parallel', 'vanilla': 'vanilla'}.get(kind, 'other') }{kept}{ids}",
-            )
-        name = f"markov/{what}-{TRITON_DTYPES[base]}-{TRITON_DTYPES[weights]}-V{vocab_size}-R{num_requests}-r{rank}"
-        found[name] = describe(
-            name,
-            kernel,
-            arguments,
-            constants,
-            values=values,
-            wide_loads=wide,
-            num_warps=work.config.num_warps,
-        )
+            what = f"pick/{ {None: 'parallel', 'vanilla': 'vanilla'}.get(kind, 'other') }{kept}{ids}"
+        name, values, warps = f"markov/{what}-{sizes}", _UNSPECIALISED[kernel], work.config.num_warps
+        found[name] = describe(name, kernel, arguments, constants, values=values, wide_loads=wide, num_warps=warps)
     return found
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _meta_head(kind: str | None, vocab_size: int, rank: int, dtype: torch.dtype) -> Any:
+    """Return what `plan` reads of a head for a backbone of width 4096, without memory."""
+    if kind is None:
+        return None
+    inputs, outputs = {"vanilla": (0, 0), "gated": (4096 + rank, rank), "rnn": (4096 + 2 * rank, 3 * rank)}[kind]
+    layer = SimpleNamespace(weight=_meta(outputs, inputs, dtype=dtype), bias=_meta(outputs, dtype=dtype))
+    return SimpleNamespace(
+        kind=kind,
+        rank=rank,
+        markov_w1=SimpleNamespace(weight=_meta(vocab_size, rank, dtype=dtype)),
+        markov_w2=SimpleNamespace(weight=_meta(vocab_size, rank, dtype=dtype)),
+        gate_proj=layer if kind == "gated" else None,
+        joint_proj=layer if kind == "rnn" else None,
+    )
+
+
+def _result(work: Work, keep_logits: bool) -> DraftBlock:
+    w2 = work.head.markov_w2.weight if work.head is not None and not keep_logits else None
+    return DraftBlock(
+        tokens=work.tokens,
+        token_probs=work.token_probs,
+        row_max=work.row_max,
+        row_sum=work.row_sum,
+        temperature=work.temperature,
+        logits=work.logits,
+        latent=None if w2 is None else work.latent,
+        markov_w2=w2,
+        base_logits=None if keep_logits else work.base_logits,
+        draft_to_target=work.draft_to_target,
+    )
 
 
 def draft_block(
@@ -176,16 +187,4 @@ def draft_block(
     )
     for kernel, grid, arguments, constants in launches(work):
         launch(kernel, grid, *arguments, **constants, num_warps=work.config.num_warps)
-    recompute = head is not None and not keep_logits
-    return DraftBlock(
-        tokens=work.tokens,
-        token_probs=work.token_probs,
-        row_max=work.row_max,
-        row_sum=work.row_sum,
-        temperature=work.temperature,
-        logits=work.logits,
-        latent=work.latent if recompute else None,
-        markov_w2=head.markov_w2.weight if head is not None and recompute else None,
-        base_logits=None if keep_logits else base_logits,
-        draft_to_target=draft_to_target,
-    )
+    return _result(work, keep_logits)

@@ -77,12 +77,12 @@ def rank_kernel(
             ahead = (j < k)[:, None] | ((j == k)[:, None] & earlier)
             precedes = (other[None, :] > own[:, None]) | ((other[None, :] == own[:, None]) & ahead)
             before += precedes.to(tl.int32)
-    rank = tl.sum(before, axis=1)
+    rank = tl.sum(before, axis=1).to(tl.int64)
 
     if sorted_ptr is not None:
         tl.store(sorted_ptr + rank, own, mask=mask_row)
     if ranks_ptr is not None:
-        tl.store(ranks_ptr + k * num_requests + request, rank, mask=mask_row)
+        tl.store(ranks_ptr + k * num_requests + request, rank.to(tl.int32), mask=mask_row)
     if lengths_ptr is not None:
         limit = budget
         if budget_ptr is not None:

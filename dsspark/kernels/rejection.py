@@ -41,6 +41,16 @@ def variants() -> list[Variant]:
     return verify_variants()
 
 
+def _empty_result(num_requests: int, block_size: int, device: torch.device) -> Verification:
+    return Verification(
+        num_accepted=torch.empty((num_requests,), dtype=torch.int32, device=device),
+        tokens=torch.empty((num_requests, block_size + 1), dtype=torch.int64, device=device),
+        num_emitted=torch.empty((num_requests,), dtype=torch.int32, device=device),
+        valid=torch.empty((num_requests,), dtype=torch.bool, device=device),
+        logprobs=torch.empty((num_requests, block_size + 1), dtype=torch.float32, device=device),
+    )
+
+
 def _row_terms(
     logits: Tensor, temperature: Tensor, batch: PackedBatch, filters: Filters | None, plan: Plan
 ) -> tuple[Tensor | None, ...]:
@@ -158,7 +168,7 @@ def verify(
         filters = None
     if filters is not None:  # cutoffs are found by `request_ids`, which packed rows alone have
         target_logits = target_logits[: batch.request_ids.shape[0]]
-    vocab_size, device = target_logits.shape[1], target_logits.device
+    vocab_size = target_logits.shape[1]
     plan = Plan(
         vocab_size=vocab_size,
         block_size=block_size,
@@ -168,13 +178,7 @@ def verify(
         product=source.product,
         config=config or source.config(vocab_size),
     )
-    result = Verification(
-        num_accepted=torch.empty((num_requests,), dtype=torch.int32, device=device),
-        tokens=torch.empty((num_requests, block_size + 1), dtype=torch.int64, device=device),
-        num_emitted=torch.empty((num_requests,), dtype=torch.int32, device=device),
-        valid=torch.empty((num_requests,), dtype=torch.bool, device=device),
-        logprobs=torch.empty((num_requests, block_size + 1), dtype=torch.float32, device=device),
-    )
+    result = _empty_result(num_requests, block_size, target_logits.device)
     if num_requests:
         terms = _row_terms(target_logits, temperature, batch, filters, plan)
         facts = _accept(target_logits, temperature, batch, draft, uniforms.accept, terms, result, plan)

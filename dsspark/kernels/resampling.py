@@ -13,10 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsspark.kernels.acceptance import BONUS, NOTHING, RESIDUAL, any_row, summary_tile
+from dsspark.kernels.acceptance import any_row, summary_tile
 from dsspark.kernels.draft_law import POINT, RECOMPUTED, draft_probs, find_draft_ids, tile_draft_ids
 from dsspark.kernels.elementwise import divide
 from dsspark.kernels.filters import kept
+from dsspark.kernels.handover import BONUS, NOTHING, RESIDUAL, load_draft, load_target, store_draw
 from dsspark.kernels.product import PRODUCT_ROWS, add_product, corrected_tile, load_vectors
 from dsspark.kernels.sampling import (
     at_lane,
@@ -31,33 +32,6 @@ from dsspark.kernels.sampling import (
 )
 
 _PRODUCT_ROWS = tl.constexpr(PRODUCT_ROWS)
-
-
-@triton.jit
-def load_target(ids_ptr, numbers_ptr, request, mask):
-    """Return of some requests the plan, the target's row, T, its maximum and total, and what `kept` needs of it, each [ROWS]."""
-    ids, numbers = ids_ptr + request * 8, numbers_ptr + request * 8
-    plan = tl.load(ids, mask=mask, other=NOTHING)
-    mask = mask & (plan != NOTHING)
-    row = tl.load(ids + 1, mask=mask, other=0)
-    temperature = tl.load(numbers, mask=mask, other=1.0)
-    top = tl.load(numbers + 1, mask=mask, other=0.0)
-    total = tl.load(numbers + 2, mask=mask, other=1.0)
-    last_id = tl.load(ids + 4, mask=mask, other=0)
-    threshold = tl.load(numbers + 6, mask=mask, other=0.0)
-    min_weight = tl.load(numbers + 7, mask=mask, other=0.0)
-    return plan, row, temperature, top, total, threshold, last_id, min_weight
-
-
-@triton.jit
-def load_draft(ids_ptr, numbers_ptr, request, mask):
-    """Return of some requests the position, the drafted token, T of the draft, its row's maximum and total, each [ROWS]."""
-    ids, numbers = ids_ptr + request * 8, numbers_ptr + request * 8
-    position = tl.load(ids + 2, mask=mask, other=0)
-    drafted = tl.load(ids + 3, mask=mask, other=-1)
-    temperature = tl.load(numbers + 3, mask=mask, other=1.0)
-    top = tl.load(numbers + 4, mask=mask, other=0.0)
-    return position, drafted, temperature, top, tl.load(numbers + 5, mask=mask, other=1.0)
 
 
 @triton.jit
@@ -228,35 +202,21 @@ def chunk_draft_probs(
 
 
 @triton.jit
-def store_draw(
-    num_accepted_ptr,
-    num_emitted_ptr,
-    valid_ptr,
-    tokens_ptr,
-    logprobs_ptr,
-    request,
-    position,
-    needed,
-    lawful,
-    token,
-    logprob,
-    block_size,
-    POSITIONS: tl.constexpr,
-):
-    """Write the drawn token of each lawful request after its accepted ones, and take the others back."""
-    out = request * (block_size + 1)
-    tl.store(tokens_ptr + out + position, token.to(tl.int64), mask=lawful)
-    tl.store(logprobs_ptr + out + position, logprob, mask=lawful)
-    broken = needed & (lawful == 0)
-    nothing = tl.zeros_like(request).to(tl.int32)
-    tl.store(num_accepted_ptr + request, nothing, mask=broken)
-    tl.store(num_emitted_ptr + request, nothing, mask=broken)
-    tl.store(valid_ptr + request, lawful, mask=broken)
-    offs_k = tl.arange(0, POSITIONS)
-    offs = out[:, None] + offs_k[None, :]
-    mask = broken[:, None] & (offs_k < block_size)[None, :]  # the last place is empty already
-    tl.store(tokens_ptr + offs, tl.full(offs.shape, -1, tl.int64), mask=mask)
-    tl.store(logprobs_ptr + offs, tl.zeros(offs.shape, tl.float32), mask=mask)
+def _chunk_masses(first, second, unread):
+    """Return the mass of each chunk that a draw from the residual falls into, of p where rounding left none, and where that is."""
+    sums = tl.where(unread[:, None] | (first == float("-inf")), 0.0, first)
+    empty = tl.sum(sums, axis=1) <= 0
+    return tl.where(empty[:, None], second, sums), empty
+
+
+@triton.jit
+def _bonus_masses(mass, first, second, unread, top, total, rate, greedy, usable):
+    """Return the masses, and maximum and total of the row, with those of bonus rows that nothing was known of."""
+    tops = tl.where(unread[:, None], first, float("-inf"))
+    bonus_top, bonus_total, weights = row_statistics(tops, tl.where(unread[:, None], second, 0.0), rate, usable)
+    weights = tl.where(greedy[:, None], tl.where(tops == bonus_top[:, None], 1.0, 0.0), weights)
+    mass = tl.where(unread[:, None], weights, mass)
+    return mass, tl.where(unread, bonus_top, top), tl.where(unread, bonus_total, total)
 
 
 _PICK_INTEGERS = (
@@ -329,16 +289,9 @@ def pick_kernel(
         rate, greedy, usable = temperature_terms(temperature)
         first, second = summary_tile(first_ptr, second_ptr, request, needed, num_chunks, CELL, CHUNK, CELLS, SUBS)
         unread = needed & (not FILTERED) & (plan == BONUS)
-        sums = tl.where(unread[:, None] | (first == float("-inf")), 0.0, first)
-        empty = tl.sum(sums, axis=1) <= 0
-        mass = tl.where(empty[:, None], second, sums)
+        mass, empty = _chunk_masses(first, second, unread)
         if not FILTERED:
-            tops = tl.where(unread[:, None], first, float("-inf"))
-            bonus_top, bonus_total, weights = row_statistics(tops, tl.where(unread[:, None], second, 0.0), rate, usable)
-            weights = tl.where(greedy[:, None], tl.where(tops == bonus_top[:, None], 1.0, 0.0), weights)
-            mass = tl.where(unread[:, None], weights, mass)
-            top = tl.where(unread, bonus_top, top)
-            total = tl.where(unread, bonus_total, total)
+            mass, top, total = _bonus_masses(mass, first, second, unread, top, total, rate, greedy, usable)
         lawful = needed & (total == total)
         u_ptr = uniforms_ptr + request * stride_ur
         cell_uniform = tl.where(greedy, 0.0, tl.load(u_ptr, mask=needed, other=0.0))

@@ -5,9 +5,12 @@ interval, the tokens and their weights; a walk over the bins from the top replac
 Weights are fixed point, $\lfloor 2^{40} w \rfloor$ in int64, so that the sums are exact and the atomics' order does not matter.
 
 Top-p's target is a share of what top-k leaves, which is known only when top-k's search has ended. Both searches run in the same passes
-all the same: top-k's bin bounds the mass from both sides, and top-p keeps the bins between its two bounds. The last pass counts the at
-most 1,024 keys that are left by parts of the vocabulary, as many as fit the bins: two for 1,024 keys, 64 for 32. The last id that is
-kept among tied tokens is then found by reading one part.
+all the same: top-k's bin bounds the mass from both sides, and top-p keeps the bins between its two bounds.
+
+The last pass has two forms. Where the intervals hold at most 2,048 tokens each, it collects these tokens, by atomic places in what were
+the masses, and `dsspark.kernels.narrowing` finds the last one kept among them: whatever they are, the row is not read again. Where more
+tokens than that are crowded into one interval, it has at most 1,024 keys by then, and the pass counts them by parts of the vocabulary,
+as many as fit the bins: two for 1,024 keys, 64 for 32. The last id that is kept among tied tokens is then found by reading one part.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ LAST_BITS = 10
 BINS = tl.constexpr(1 << BIN_BITS)
 _BIN_BITS = tl.constexpr(BIN_BITS)
 _LAST_BITS = tl.constexpr(LAST_BITS)
+ID_BITS = tl.constexpr(22)
+IDS = tl.constexpr((1 << 22) - 1)
+"""What the last pass collects is a token's distance from the top of the interval, and below that, in so many bits, its id."""
 _KEYS = tl.constexpr(1 << LAST_BITS)
 ONE = tl.constexpr(float(1 << 40))
 _LEAST = tl.constexpr(-41.0)  # log2 of a weight that is 0 in fixed point
@@ -30,7 +36,7 @@ _SIGN = tl.constexpr(1 << 31)
 ALL = tl.constexpr((1 << 31) - 1)
 
 # The state of a row: int64 [FIELDS, N]. A search's interval is the keys TOP - LAST .. TOP; LAST is -1 where nothing is sought.
-FIELDS = 19
+FIELDS = 22
 SEARCHED = tl.constexpr(0)  # 1 if the row is read at all
 RATE = tl.constexpr(1)  # log2(e) / T, the bits of a float32
 LEAST_WEIGHT = tl.constexpr(2)  # the bits of a float32
@@ -50,6 +56,9 @@ KEY = tl.constexpr(15)  # the result: the least key kept,
 TIES = tl.constexpr(16)  # how many tokens of that key are kept, ALL for all,
 MASS = tl.constexpr(17)  # and the mass kept; until top-p's search has ended, what top-k left
 P_TARGET = tl.constexpr(18)  # top-p's target mass, the bits of a float64; meant once top-k's search has ended
+K_TOKENS = tl.constexpr(19)  # tokens in top-k's interval
+P_TOKENS = tl.constexpr(20)  # tokens in top-p's interval
+TIED = tl.constexpr(21)  # tokens of KEY
 
 
 @triton.jit
@@ -164,7 +173,8 @@ def begin_kernel(
     share = tl.log2((0.25 * (1.0 - tl.where(has_p & searched, top_p, 0.0))).to(tl.float32) / vocab_size)
     floor = top + tl.maximum(share, _LEAST) / tl.where(searched, rate, 1.0)
     floor = tl.maximum(key_of(floor, LOW).to(tl.int64) - 1, lowest)
-    last = tl.where(has_k, highest - lowest, tl.maximum(highest - floor, 0))
+    # Masked tokens, of -inf, weigh nothing whether they are kept or not: top-k's search leaves them out, should it come to them.
+    last = tl.where(has_k, highest - lowest - 1, tl.maximum(highest - floor, 0))
     last = tl.where(searched, last, -1)
     k_last = tl.where(has_k, last, -1)
     p_last = tl.where(has_p, last, -1)
@@ -188,13 +198,27 @@ def begin_kernel(
     put(state_ptr, TIES, row, num_rows, mask, zero + ALL)
     put(state_ptr, MASS, row, num_rows, mask, zero)
     put(state_ptr, P_TARGET, row, num_rows, mask, zero)
+    put(state_ptr, TIED, row, num_rows, mask, zero)
 
 
 @triton.jit
-def open_searches(k_last, p_last):
-    """Return which searches need another pass; few keys can wait for the last one, unless top-p must know how top-k's search ends."""
-    k_open = (k_last >= _KEYS) | ((k_last >= 0) & (p_last >= 0))
-    return k_open, (p_last >= _KEYS) | ((p_last >= 0) & k_open)
+def few_tokens(state_ptr, row, num_rows, k_last, p_last):
+    """Return whether the last pass can collect all tokens of the intervals that are left, or of the one key whose ties are kept in part."""
+    k_few = get(state_ptr, K_TOKENS, row, num_rows, k_last >= 0) <= BINS
+    p_few = get(state_ptr, P_TOKENS, row, num_rows, p_last >= 0) <= BINS
+    tied = (k_last < 0) & (p_last < 0)
+    return k_few & p_few & ((tied == 0) | (get(state_ptr, TIED, row, num_rows, tied & (row < num_rows)) <= BINS))
+
+
+@triton.jit
+def open_searches(state_ptr, row, num_rows, k_last, p_last):
+    """Return which searches need another pass.
+
+    Few tokens, or few keys, can wait for the last one, keys only if top-p need not know how top-k's search ends.
+    """
+    crowded = few_tokens(state_ptr, row, num_rows, k_last, p_last) == 0
+    k_open = crowded & ((k_last >= _KEYS) | ((k_last >= 0) & (p_last >= 0)))
+    return k_open, crowded & ((p_last >= _KEYS) | ((p_last >= 0) & k_open))
 
 
 @triton.jit
@@ -208,8 +232,20 @@ def _add(counts_ptr, masses_ptr, base, key, mass, valid, top, last, shift):
 
 
 @triton.jit
+def _collect(counts_ptr, entries_ptr, base, top, last, key, token, valid):
+    """Append the tokens of a tile that lie in an interval to the entries of their row; base is where a row's counter and entries begin."""
+    distance = (top.to(tl.uint32)[:, None] - key).to(tl.int64)
+    inside = valid & (distance <= last[:, None])
+    number = tl.sum(inside.to(tl.int32), axis=1)
+    first = tl.atomic_add(counts_ptr + base, number, mask=number > 0, sem="relaxed")
+    place = first[:, None] + tl.cumsum(inside.to(tl.int32), axis=1) - 1
+    entry = (distance << ID_BITS) | token[None, :].to(tl.int64)
+    tl.store(entries_ptr + base[:, None] + place.to(tl.int64), entry, mask=inside & (place < BINS))
+
+
+@triton.jit
 def last_interval(state_ptr, row, num_rows, mask):
-    """Return what the last pass counts: the interval that a search left, or the key whose ties are kept in part."""
+    """Return what the last pass is about: the interval that a search left, top-p's if both did, or the key whose ties are kept in part."""
     k_last = get(state_ptr, K_LAST, row, num_rows, mask)
     p_last = get(state_ptr, P_LAST, row, num_rows, mask)
     tied = tl.where(get(state_ptr, TIES, row, num_rows, mask) < ALL, 0, -1)
@@ -231,13 +267,23 @@ def parts(last, vocab_size):
     return shift, (size + 15) // 16 * 16  # wide loads
 
 
+@triton.jit
+def _count_parts(counts_ptr, base, top, last, key, token, valid, vocab_size):
+    """Count the tokens of a tile by key and, within a key, by part of the vocabulary."""
+    shift, size = parts(last, vocab_size)
+    distance = (top.to(tl.uint32)[:, None] - key).to(tl.int64)
+    index = (distance << shift[:, None]) + token[None, :] // size[:, None]
+    inside = valid & (distance <= last[:, None])
+    tl.atomic_add(counts_ptr + base[:, None] + index, 1, mask=inside, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def count_kernel(
     logits_ptr,  # [N, V]
     row_max_ptr,  # [N]
     state_ptr,  # [FIELDS, N]
     counts_ptr,  # [N, SLOTS, BINS], zeros
-    masses_ptr,  # [N, SLOTS, BINS], zeros; not read in the last pass
+    masses_ptr,  # [N, SLOTS, BINS], zeros; in the last pass, the entries that are collected, and counts the number of them
     stride_ln,
     stride_lv,
     num_rows,
@@ -257,7 +303,7 @@ def count_kernel(
     if STAGE == 0:
         reads = get(state_ptr, SEARCHED, row, num_rows, mask) == 1
     elif STAGE == 1:
-        k_open, p_open = open_searches(k_last, p_last)
+        k_open, p_open = open_searches(state_ptr, row, num_rows, k_last, p_last)
         reads = k_open | p_open
     else:
         reads = last >= 0
@@ -269,11 +315,14 @@ def count_kernel(
         key = key_of(x, LOW)
         base = row * (SLOTS * BINS)
         if STAGE == 2:
-            shift, size = parts(last, vocab_size)
-            distance = (top.to(tl.uint32)[:, None] - key).to(tl.int64)
-            inside = valid & (distance <= last[:, None])
-            index = (distance << shift[:, None]) + offs_v[None, :] // size[:, None]
-            tl.atomic_add(counts_ptr + base[:, None] + index, 1, mask=inside, sem="relaxed")
+            few = few_tokens(state_ptr, row, num_rows, k_last, p_last)
+            _count_parts(counts_ptr, base, top, last, key, offs_v, valid & (few == 0)[:, None], vocab_size)
+            valid = valid & few[:, None]
+            _collect(counts_ptr, masses_ptr, base, top, last, key, offs_v, valid)
+            if SLOTS == 2:
+                both = (k_last >= 0) & (p_last >= 0)
+                k_top = get(state_ptr, K_TOP, row, num_rows, mask)
+                _collect(counts_ptr, masses_ptr, base + BINS, k_top, tl.where(both, k_last, -1), key, offs_v, valid)
         else:
             highest = tl.load(row_max_ptr + row, mask=reads, other=0.0)
             rate = from_bits(get(state_ptr, RATE, row, num_rows, mask))

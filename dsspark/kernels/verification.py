@@ -16,6 +16,7 @@ the device sees them, a page out of range is read as the nearest page and a cont
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 
@@ -205,20 +206,7 @@ def _attention_variant(
     num_requests = 2 if shared else 64
     aligned = layout == "aligned"
     config = choose_config(num_requests * queries, num_requests, 32, 8, head_dim, 32_768, query, cache, aligned=aligned)
-    compute = TRITON_DTYPES[torch.float64 if query == torch.float64 else torch.float32]
-    pointers = {
-        "query_ptr": TRITON_DTYPES[query],
-        "keys_ptr": TRITON_DTYPES[cache],
-        "values_ptr": TRITON_DTYPES[cache],
-        "cu_ptr": "i32",
-        "ids_ptr": "i32",
-        "positions_ptr": "i64",
-        "table_ptr": integer,
-        "lens_ptr": integer,
-        "out_ptr": compute if shared else TRITON_DTYPES[query],
-    }
-    if shared:
-        pointers["stats_ptr"] = compute
+    pointers = _attention_pointers(query, cache, integer, shared)
     constexprs = _constexprs(query, cache, head_dim, _MULTIPLE if aligned else 1, layout != "strided", config)
     names = (TRITON_DTYPES[query], TRITON_DTYPES[cache], f"d{head_dim}", f"m{config.block_m}", layout, integer)
     return Variant(
@@ -235,6 +223,15 @@ def _attention_variant(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+
+
+def _attention_pointers(query: torch.dtype, cache: torch.dtype, integer: str, shared: bool) -> dict[str, str]:
+    """Return the types of what the pointers of `attention_kernel` point to; the last is absent without shares."""
+    compute = TRITON_DTYPES[torch.float64 if query == torch.float64 else torch.float32]
+    caches = dict.fromkeys(("keys_ptr", "values_ptr"), TRITON_DTYPES[cache])
+    integers = {"cu_ptr": "i32", "ids_ptr": "i32", "positions_ptr": "i64", "table_ptr": integer, "lens_ptr": integer}
+    outputs = {"out_ptr": compute, "stats_ptr": compute} if shared else {"out_ptr": TRITON_DTYPES[query]}
+    return {"query_ptr": TRITON_DTYPES[query], **caches, **integers, **outputs}
 
 
 def _combine_variant(dtype: torch.dtype, head_dim: int) -> Variant:
@@ -264,6 +261,65 @@ def _combine_variant(dtype: torch.dtype, head_dim: int) -> Variant:
     )
 
 
+def _attend(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PackedBatch,
+    block_table: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+    stats: Tensor | None,
+    scale: float,
+    config: Config,
+) -> None:
+    """Write the output, or with statistics the share of each program."""
+    num_rows, heads, head_dim = query.shape
+    num_pages, page_size, kv_heads, _ = key_cache.shape
+    max_context = block_table.shape[1] * page_size if num_pages else 0
+    num_requests, group = batch.num_requests, heads // kv_heads
+    multiple, contiguous = _multiple(query, key_cache, value_cache)
+    exponent = math.log2(math.e) * scale
+    scale_high = ctypes.c_float(exponent).value  # no tensor: it would lie on the default device, and be waited for
+    tiles = _tiles(num_rows, num_requests, group, config.block_m)
+    launch(
+        attention_kernel,
+        (tiles * (num_requests + 1), kv_heads, config.num_shares),
+        *(query, key_cache, value_cache, batch.cu_seqlens, batch.request_ids, batch.positions),
+        *(block_table, context_lens, out, stats, scale_high, exponent - scale_high),
+        *(num_requests, num_rows, heads, group, tiles, num_pages, page_size, max_context),
+        *(number for tensor in (query, key_cache, value_cache) for number in _strides(tensor, multiple)),
+        *(batch.cu_seqlens.stride(0), batch.request_ids.stride(0), batch.positions.stride(0)),
+        *(*block_table.stride(), context_lens.stride(0)),
+        **_constexprs(query.dtype, key_cache.dtype, head_dim, multiple, contiguous, config),
+        INTERPRETED=interpreted(attention_kernel),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _strides(tensor: Tensor, multiple: int) -> list[int]:
+    """Return the strides as the kernel takes them: all but the last in units of `multiple`."""
+    return [*(stride // multiple for stride in tensor.stride()[:-1]), tensor.stride(-1)]
+
+
+def _combine(partial: Tensor, stats: Tensor, batch: PackedBatch, out: Tensor, config: Config) -> None:
+    """Write the output from the shares."""
+    num_rows, heads, head_dim = out.shape
+    launch(
+        combine_kernel,
+        (triton.cdiv(num_rows * heads, config.block_c),),
+        *(partial, stats, batch.request_ids, out),
+        *(num_rows * heads, heads, config.num_shares, batch.request_ids.stride(0)),
+        COMPUTE=tl.float64 if out.dtype == torch.float64 else tl.float32,
+        HEAD_DIM=head_dim,
+        BLOCK_D=_padded_head(head_dim),
+        BLOCK_C=config.block_c,
+        INTERPRETED=interpreted(combine_kernel),
+        num_warps=config.num_warps,
+    )
+
+
 def ragged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -280,10 +336,9 @@ def ragged_attention(
     num_rows, heads, head_dim = query.shape
     num_pages, page_size, kv_heads, _ = key_cache.shape
     max_context = block_table.shape[1] * page_size if num_pages else 0
-    num_requests, group = batch.num_requests, heads // kv_heads
-    multiple, contiguous = _multiple(query, key_cache, value_cache)
+    multiple, _ = _multiple(query, key_cache, value_cache)
     config = config or choose_config(
-        *(num_rows, num_requests, heads, kv_heads, head_dim, max_context, query.dtype, key_cache.dtype),
+        *(num_rows, batch.num_requests, heads, kv_heads, head_dim, max_context, query.dtype, key_cache.dtype),
         aligned=multiple > 1,
     )
     shares, device = config.num_shares, query.device
@@ -294,38 +349,8 @@ def ragged_attention(
     if shares > 1:
         partial = torch.empty((shares, *query.shape), dtype=compute_dtype(query), device=device)
         stats = torch.empty((2, shares, num_rows, heads), dtype=compute_dtype(query), device=device)
-    exponent = math.log2(math.e) * (head_dim**-0.5 if scale is None else scale)
-    scale_high = torch.tensor(exponent, dtype=torch.float32).item()
-    tiles = _tiles(num_rows, num_requests, group, config.block_m)
-    launch(
-        attention_kernel,
-        (tiles * (num_requests + 1), kv_heads, shares),
-        *(query, key_cache, value_cache, batch.cu_seqlens, batch.request_ids, batch.positions),
-        *(block_table, context_lens, partial, stats, scale_high, exponent - scale_high),
-        *(num_requests, num_rows, heads, group, tiles, num_pages, page_size, max_context),
-        *(stride // multiple for stride in query.stride()[:-1]),
-        query.stride(-1),
-        *(stride // multiple for stride in key_cache.stride()[:-1]),
-        key_cache.stride(-1),
-        *(stride // multiple for stride in value_cache.stride()[:-1]),
-        value_cache.stride(-1),
-        *(batch.cu_seqlens.stride(0), batch.request_ids.stride(0), batch.positions.stride(0)),
-        *(*block_table.stride(), context_lens.stride(0)),
-        **_constexprs(query.dtype, key_cache.dtype, head_dim, multiple, contiguous, config),
-        INTERPRETED=interpreted(attention_kernel),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+    scale = head_dim**-0.5 if scale is None else scale
+    _attend(query, key_cache, value_cache, batch, block_table, context_lens, partial, stats, scale, config)
     if stats is not None:
-        launch(
-            combine_kernel,
-            (triton.cdiv(num_rows * heads, config.block_c),),
-            *(partial, stats, batch.request_ids, out, num_rows * heads, heads, shares, batch.request_ids.stride(0)),
-            COMPUTE=tl.float64 if query.dtype == torch.float64 else tl.float32,
-            HEAD_DIM=head_dim,
-            BLOCK_D=_padded_head(head_dim),
-            BLOCK_C=config.block_c,
-            INTERPRETED=interpreted(combine_kernel),
-            num_warps=config.num_warps,
-        )
+        _combine(partial, stats, batch, out, config)
     return out

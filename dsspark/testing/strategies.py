@@ -14,6 +14,7 @@ from einops import rearrange
 from torch import Tensor
 
 import dsspark
+from dsspark._dispatch import Backend
 from dsspark.randomness import Uniforms
 from dsspark.testing.bisection import TOP
 from dsspark.testing.grid import GridLaw, lattice_sizes
@@ -104,13 +105,19 @@ def confidences(draw: st.DrawFn, block_size: int, vocab_size: int) -> tuple[tupl
 
 
 @st.composite
-def survivals(draw: st.DrawFn, num_requests: int | None = None, block_size: int | None = None) -> Tensor:
-    """a, [R, gamma] float32, never increasing along a row: certain, impossible and tied entries often."""
+def survivals(
+    draw: st.DrawFn,
+    num_requests: int | None = None,
+    block_size: int | None = None,
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+) -> Tensor:
+    """a, [R, gamma] of one of `dtypes`, never increasing along a row: certain, impossible and tied entries often."""
     r = draw(st.integers(1, 3)) if num_requests is None else num_requests
     k = draw(st.integers(1, 4)) if block_size is None else block_size
     factor = st.sampled_from(draw(st.sampled_from(_PALETTES)))
     rows = [[draw(factor) for _ in range(k)] for _ in range(r)]
-    return torch.tensor(rows, dtype=torch.float32).view(r, k).cumprod(dim=1)
+    exact = torch.tensor(rows, dtype=torch.float64).view(r, k).cumprod(dim=1)
+    return exact.to(draw(st.sampled_from(list(dtypes))))
 
 
 @st.composite
@@ -203,10 +210,21 @@ class RoundCase:
 
 @st.composite
 def drafts(
-    draw: st.DrawFn, num_requests: int, block_size: int, vocab_size: int, noise: Uniforms | None = None, cell: int = 3
+    draw: st.DrawFn,
+    num_requests: int,
+    block_size: int,
+    vocab_size: int,
+    noise: Uniforms | None = None,
+    cell: int = 3,
+    backends: Sequence[Backend] = ("reference",),
+    recomputed: bool = False,
 ) -> DraftBlock:
-    """Drafted blocks: drawn from dense logits at any temperature, or a deterministic proposal."""
-    if draw(st.booleans()):
+    """Drafted blocks: drawn at any temperature on one of `backends`, or a deterministic proposal.
+
+    With `recomputed`, some have a Markov head and did not keep its logits.
+    """
+    kind = draw(st.sampled_from(["point", "stored", *(["recomputed"] if recomputed else [])]))
+    if kind == "point":
         ids = [draw(st.integers(0, vocab_size - 1)) for _ in range(num_requests * block_size)]
         return DraftBlock.point(torch.tensor(ids, dtype=torch.int64).view(num_requests, block_size))
     rows = draw(logit_rows(num_requests * block_size, vocab_size))
@@ -214,18 +232,44 @@ def drafts(
     temperature = draw(st.sampled_from([1.0, 0.0, 0.5, 1.7]))
     noise = draw(uniforms(num_requests, block_size)) if noise is None else noise
     anchors = torch.zeros(num_requests, dtype=torch.int64)
-    return dsspark.draft_block(base, anchors, None, noise, temperature=temperature, cell=cell)
+    head = _eighths_head(vocab_size, draw(st.integers(0, 1000))) if kind == "recomputed" else None
+    return dsspark.draft_block(
+        base,
+        anchors,
+        head,
+        noise,
+        temperature=temperature,
+        keep_logits=head is None,
+        cell=cell,
+        backend=draw(st.sampled_from(list(backends))),
+    )
+
+
+def _eighths_head(vocab_size: int, seed: int) -> dsspark.MarkovHead:
+    """A head whose weights are eighths: its biases are exact, in whatever order they are summed."""
+    generator = torch.Generator().manual_seed(seed)
+    head = dsspark.MarkovHead(vocab_size, 2).requires_grad_(False)
+    for weight in head.parameters():
+        weight.copy_(torch.randint(-8, 9, weight.shape, generator=generator) / 8)
+    return head
 
 
 @st.composite
 def verify_rounds(
-    draw: st.DrawFn, max_requests: int = 4, max_block: int = 3, max_vocab: int = 7, edges: bool = True
+    draw: st.DrawFn,
+    max_requests: int = 4,
+    max_block: int = 3,
+    max_vocab: int = 7,
+    edges: bool = True,
+    backends: Sequence[Backend] = ("reference",),
+    recomputed: bool = False,
 ) -> RoundCase:
-    """Whole ragged rounds, ready for `dsspark.verify`."""
+    """Whole ragged rounds, ready for `dsspark.verify`, drafted as `drafts` does; now and then the vocabulary is the largest."""
     num_requests, block_size = draw(st.integers(1, max_requests)), draw(st.integers(1, max_block))
-    vocab_size, cell = draw(st.integers(1, max_vocab)), draw(st.integers(1, 4))
+    vocab_size = draw(st.integers(1, min(max_vocab, 7)) | st.just(max_vocab))
+    cell = draw(st.integers(1, 4)) if vocab_size <= 7 else draw(st.sampled_from([1, 5, 8, 12, 64]))
     noise = draw(uniforms(num_requests, block_size, edges))
-    draft = draw(drafts(num_requests, block_size, vocab_size, noise, cell))
+    draft = draw(drafts(num_requests, block_size, vocab_size, noise, cell, backends, recomputed))
     lengths = draw(ragged_lengths(num_requests, block_size))
     zeros = torch.zeros(num_requests, dtype=torch.int64)
     batch = dsspark.pack(zeros, draft.tokens, lengths, zeros)
