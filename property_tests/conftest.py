@@ -6,20 +6,34 @@ import importlib.util
 
 import hypothesis
 import pytest
+import torch
 
 from dsspark.testing import strategies
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 BACKENDS = ["reference", *(["triton"] if HAS_TRITON else [])]
 
-INTERPRETED_EXAMPLES = 4
+INTERPRETED_EXAMPLES = 2
 """Examples a law gets on the interpreted kernels, where each launch costs tens of milliseconds; all of them on a GPU."""
 
-INTERPRETED_POINTS = 1 << 9
+INTERPRETED_POINTS = 1 << 8
 """Points of a lattice there, each a row of several launches."""
 
-_ROWS = 1024
+_ROWS = 256
 """Rows of an interpreted tile: they cost next to nothing, and a tile of a few tokens costs milliseconds."""
+
+
+MINUTES_IN_THE_INTERPRETER = {"test_every_threshold_is_min_one_p_over_q_to_the_last_bits"}
+"""Laws that take hundreds of rounds an example: exhaustive there, that is, left to `.ci/run`."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark what takes minutes on interpreted kernels."""
+    for item in items:
+        on_kernels = getattr(item, "callspec", None) is not None and item.callspec.params.get("backend") == "triton"
+        if on_kernels and item.originalname in MINUTES_IN_THE_INTERPRETER and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(params=BACKENDS, scope="session")

@@ -47,6 +47,19 @@ def spilling_kernel(x_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def waiting_kernel(x_ptr):
+    """Wait until another program has left a 1."""
+    while tl.atomic_cas(x_ptr, 1, 0) == 0:
+        pass
+
+
+@triton.jit
+def overflowing_kernel(x_ptr, stride_xr, BLOCK: tl.constexpr):
+    """Find a row by a product of 32 bits."""
+    tl.store(x_ptr + tl.program_id(0) * stride_xr + tl.arange(0, BLOCK), 0)
+
+
+@triton.jit
 def undefined_kernel(x_ptr):
     """Run in the interpreter as long as the name is a global; never compile."""
     tl.store(x_ptr, no_such_name)  # noqa: F821
@@ -72,5 +85,12 @@ UNUSED = product_variant("unused", wide=("out_ptr",))
 MISNAMED = product_variant("misnamed", wide=("w3_ptr",))
 SPILLING = Variant(
     name="spilling", kernel=spilling_kernel, signature={"x_ptr": "*fp32"}, constexprs={"BLOCK": 16_384}, num_warps=1
+)
+WAITING = Variant(name="waiting", kernel=waiting_kernel, signature={"x_ptr": "*i32"}, constexprs={})
+OVERFLOWING = Variant(
+    name="overflowing",
+    kernel=overflowing_kernel,
+    signature={"x_ptr": "*i32", "stride_xr": "i32"},
+    constexprs={"BLOCK": 64},
 )
 UNDEFINED = Variant(name="undefined", kernel=undefined_kernel, signature={"x_ptr": "*fp32"}, constexprs={})

@@ -20,7 +20,9 @@ from dsspark.kernels.inspection import (
     amd_resources,
     find_problems,
     load_widths,
+    narrow_offsets,
     uses_tf32,
+    waits,
 )
 
 FAULTS = [
@@ -29,6 +31,8 @@ FAULTS = [
     (planted.UNUSED, ["never loads through out_ptr"]),
     (planted.MISNAMED, ["does not compile: variant misnamed: aligned or wide_loads name ['w3_ptr']"]),
     (planted.SPILLING, ["spills "]),
+    (planted.WAITING, ["has instructions that wait for another program"]),
+    (planted.OVERFLOWING, ["adds offsets that were multiplied in 32 bits to x_ptr"]),
     (planted.UNDEFINED, ["does not compile: "]),
     (CRASHING, ["does not compile: the compiling process died with status 3"]),
 ]
@@ -146,6 +150,10 @@ def test_problems():
     assert "shared memory" in find_problems("gfx942", 0, 65_537, False, {}, ())[0]
     assert find_problems("sm_80", 8, 0, False, {}, ()) == ()
     assert "?" in find_problems("sm_90", 0, 0, False, fine, ("w2_ptr",))[0]
+    assert (
+        "32-bit offsets to x_ptr, y_ptr" in find_problems("sm_80", 0, 0, False, fine, (), offsets=["x_ptr", "y_ptr"])[0]
+    )
+    assert "wait for another" in find_problems("gfx942", 0, 0, False, fine, (), waiting=True)[0]
     assert "1 of 8" in find_problems("sm_100", 0, 0, False, {"w2_ptr": {8: 1, 16: 9}}, ("w2_ptr",))[0]
     assert find_problems("gfx942", 0, 0, False, {"w2_ptr": {8: 1}}, ("w2_ptr",)) == ()
 
@@ -154,6 +162,60 @@ def test_reduced_precision_is_recognised():
     assert uses_tf32("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 { ...")
     assert uses_tf32("v_mfma_f32_16x16x8_xf32 a[0:3], v[0:1]")
     assert not uses_tf32(".visible .entry not_tf32_kernel( mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32")
+
+
+TTIR = """
+  tt.func public @k(%x_ptr: !tt.ptr<bf16> {tt.divisibility = 16 : i32}, %y_ptr: !tt.ptr<f32>, %stride: i32, %n: i64) {
+    %cst = arith.constant dense<16> : tensor<64xi32> loc(#loc1)
+    %0 = tt.make_range {end = 64 : i32, start = 0 : i32} : tensor<64xi32> loc(#loc1)
+    %lanes = arith.muli %0, %cst : tensor<64xi32> loc(#loc1)
+    %1 = tt.splat %stride : i32 -> tensor<64xi32> loc(#loc1)
+    %2 = arith.muli %0, %1 : tensor<64xi32> loc(#loc1)
+    %late = arith.extsi %2 : tensor<64xi32> to tensor<64xi64> loc(#loc1)
+    %long = arith.extsi %0 : tensor<64xi32> to tensor<64xi64> loc(#loc1)
+    %wide = arith.muli %long, %n : tensor<64xi64> loc(#loc1)
+    %3 = tt.splat %x_ptr : !tt.ptr<bf16> -> tensor<64x!tt.ptr<bf16>> loc(#loc1)
+    %4 = tt.addptr %3, %lanes : tensor<64x!tt.ptr<bf16>>, tensor<64xi32> loc(#loc1)
+    %5 = tt.addptr %4, %FIRST : tensor<64x!tt.ptr<bf16>>, tensor<64xi64> loc(#loc1)
+    %6 = tt.addptr %y_ptr, %stride : !tt.ptr<f32>, i32 loc(#loc1)
+    %7 = tt.splat %6 : !tt.ptr<f32> -> tensor<64x!tt.ptr<f32>> loc(#loc1)
+    %8 = tt.addptr %7, %SECOND : tensor<64x!tt.ptr<f32>>, tensor<64xi32> loc(#loc1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ("wide", "lanes", []),
+        ("wide", "1", []),
+        ("wide", "2", ["y_ptr"]),
+        ("late", "0", ["x_ptr"]),
+        ("late", "2", ["x_ptr", "y_ptr"]),
+    ],
+)
+def test_products_of_32_bits_are_found_where_they_become_offsets(first, second, expected):
+    code = TTIR.replace("FIRST", first).replace("SECOND", second)
+    assert narrow_offsets(code, ["x_ptr", "y_ptr"]) == expected
+    again = code.replace("%1 =", "%9 =").replace("%0, %1 ", "%0, %9 ") + "    %2 = arith.constant 0 : i32 loc(#loc1)\n"
+    assert narrow_offsets(again, ["x_ptr"]) == [name for name in expected if name == "x_ptr"]
+
+
+def test_instructions_that_wait_are_recognised():
+    for line in ("atom.global.gpu.acq_rel.cas.b32 %r1, [%rd1], 0, 1;", "ld.acquire.gpu.global.u32 %r1, [%rd1];"):
+        assert waits(line)
+    assert waits("ld.volatile.global.u32 %r1, [%rd1];")
+    assert waits("global_atomic_cmpswap v1, v[2:3], v[4:5], off glc")
+    assert not waits("atom.global.gpu.relaxed.add.u32 %r1, [%rd1], 1; ld.global.v4.b32 {%r1}, [%rd1]; bar.sync 0;")
+
+
+def test_a_second_run_compiles_nothing(tmp_path):
+    first, second = (
+        aot.compile_variants([planted.UNUSED, planted.GOOD], jobs=1, cache=str(tmp_path)) for _ in range(2)
+    )
+    assert [report.problems for report in second] == [report.problems for report in first] != [(), ()]
+    assert [report.loads for report in second] == [report.loads for report in first]
+    assert sum(report.seconds for report in second) < sum(report.seconds for report in first) / 2
+    assert {path.name for path in tmp_path.glob("*/*.cubin")} == {"product_kernel.cubin"}
 
 
 def test_amd_resources_are_read_from_the_metadata():
@@ -173,8 +235,8 @@ def command(*words):
 def test_the_command_reports_and_exits(problem, status, monkeypatch, capsys):
     asked = []
 
-    def fake(variants, arch, *, jobs, on_report):
-        asked.append(([variant.name for variant in variants], arch, jobs))
+    def fake(variants, arch, *, jobs, cache, on_report):
+        asked.append(([variant.name for variant in variants], arch, jobs, cache))
         return [Report(variant="a", arch="sm_90"), Report(variant="b", arch="sm_90", registers=40, problems=problem)]
 
     monkeypatch.setattr(aot, "compile_variants", fake)
@@ -183,11 +245,14 @@ def test_the_command_reports_and_exits(problem, status, monkeypatch, capsys):
     printed = json.loads(capsys.readouterr().out)
     assert (printed["compiled"], printed["failed"]) == (2, status)
     assert printed["reports"][1]["registers"] == 40
-    assert asked == [(["good"], ["sm_90"], 1)]
-    assert command() == status
-    assert asked[1] == (["good", "narrow"], list(aot.ARCHITECTURES), 2)
-    out = capsys.readouterr().out
-    assert ("b on sm_90: spills 8 bytes a thread" in out) == bool(problem)
-    assert "2 compiled with Triton" in out
+    assert asked == [(["good"], ["sm_90"], 1, None)]
+    for words in ((), ("--brief", "--cache", "there")):
+        assert command(*words) == status
+        assert asked[-1] == (["good", "narrow"], list(aot.ARCHITECTURES), 2, "there" if words else None)
+        out = capsys.readouterr().out
+        assert ("b on sm_90: spills 8 bytes a thread" in out) == bool(problem)
+        assert ("bytes a load" in out) == (not words)
+        assert "sm_90: 2 variants in 0 s of compiling, 0 spill" in out
+        assert "2 compiled with Triton" in out
     with pytest.raises(ValueError, match="--jobs: got 0"):
         command("--jobs", "0")

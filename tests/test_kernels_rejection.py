@@ -26,6 +26,7 @@ from verification_rounds import (
 
 import dsspark
 from dsspark import DraftBlock, Filters, PackedBatch, Uniforms
+from dsspark.kernels import filters as filter_kernels
 from dsspark.kernels import rejection as kernels
 from dsspark.kernels.acceptance import RESIDUAL
 from dsspark.kernels.rejection import Config, verify
@@ -44,6 +45,14 @@ def device(request):
     if request.param == "cpu" and torch.cuda.is_available():
         pytest.skip("the kernels are compiled here, not interpreted")
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def many_rows_a_program_of_the_filters(monkeypatch):
+    """Search the filters of many rows at once where a program costs milliseconds."""
+    if not torch.cuda.is_available():
+        wide = filter_kernels.Config(block_r=64, block_v=64, block_s=64)
+        monkeypatch.setattr(filter_kernels, "choose_config", lambda vocab_size: wide)
 
 
 def moved(value, device):

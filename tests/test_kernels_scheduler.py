@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
+import triton
 import triton.language as tl
 from specialise import specialise
 from test_kernels_verification_launch import addresses_of, needs_interpreter
@@ -20,7 +21,7 @@ from test_scheduler import GENTLE, TABLES, anticipates, survivals, tensor
 from dsspark import CostTable
 from dsspark.kernels import scheduler as kernels
 from dsspark.kernels.compile import compile_variants, one_per_kernel
-from dsspark.kernels.ranking import rank_kernel
+from dsspark.kernels.ranking import _in_range, rank_kernel
 from dsspark.reference import scheduler as reference
 from dsspark.testing.audit import audit_scheduler
 
@@ -246,6 +247,31 @@ def test_a_negative_budget_that_only_the_device_sees_admits_nothing(monkeypatch,
     monkeypatch.setattr(kernels, "check_budget_arguments", lambda *arguments: None)
     budget = torch.tensor(-3, device=device)
     assert kernels.admit(torch.ones(3, 2, device=device), budget).tolist() == [0, 0, 0]
+
+
+@triton.jit
+def in_range_kernel(x_ptr, out_ptr):
+    offs = tl.arange(0, 8)
+    tl.store(out_ptr + offs, _in_range(tl.load(x_ptr + offs)))
+
+
+def test_what_is_no_survival_becomes_one_bit_for_bit(device):
+    """A maximum would do for the order, but of -0 and 0, and of NaN, the interpreter's and a GPU's need not be the same."""
+    negative_nan = torch.tensor(-1, dtype=torch.int32).view(torch.float32)
+    x = torch.tensor([math.nan, -0.0, -1.0, math.inf, -math.inf, 2.0, 0.5, negative_nan], device=device)
+    out = torch.empty_like(x)
+    in_range_kernel[(1,)](x, out)
+    expected = torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.5, 0.0])
+    assert torch.equal(out.cpu().view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_ends_a_prefix_wherever_it_stands(dtype, device):
+    rows = torch.tensor(
+        [[math.nan, 0.9], [0.5, -0.0], [1.0, -math.nan], [math.inf, 0.3], [-math.inf, 1.0]], dtype=dtype
+    )
+    assert_same(rows, CostTable(torch.ones(20)), device, configs=(None, SMALL))
+    assert kernels.schedule(rows.to(device), CostTable(torch.ones(20)).to(device)).tolist() == [0, 1, 1, 2, 0]
 
 
 @needs_interpreter

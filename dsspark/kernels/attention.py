@@ -197,7 +197,7 @@ def attention_kernel(
         offs_m = first + tl.arange(0, BLOCK_M)
         mask_m = offs_m < (end - begin) * group
         row = (begin + offs_m // group).to(tl.int64)
-        head = (kv_head * group + offs_m % group).to(tl.int64)
+        head = kv_head.to(tl.int64) * group + offs_m % group
         owner = tl.load(ids_ptr + row * stride_id, mask=mask_m, other=-1)
         position = tl.load(positions_ptr + row * stride_pos, mask=mask_m, other=-1)
         seen = tl.minimum(tl.where(owner == pid_r, position + 1, 0), context).to(tl.int32)

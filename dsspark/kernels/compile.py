@@ -1,8 +1,8 @@
 """`python -m dsspark compile`: compile every kernel in every variant a launcher can choose, without a GPU, and inspect the result.
 
 It fails on a variant that does not compile, spills on sm_90, multiplies in tf32, asks for more shared memory than there is, or
-loads a vocabulary-sized operand in less than 16 bytes where sizes and strides are multiples of 16, adds a 32-bit offset that could
-overflow to a pointer, or has an instruction that waits for another program.
+loads a vocabulary-sized operand in less than 16 bytes where sizes and strides are multiples of 16, finds a row by a product of 32
+bits, or has an instruction that waits for another program.
 """
 
 from __future__ import annotations

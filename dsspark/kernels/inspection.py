@@ -31,14 +31,17 @@ _IR_LOAD = re.compile(r"^load (?:volatile )?(<[^>]+>|\w+), ptr addrspace\([18]\)
 _IR_CALL_LOAD = re.compile(r"^(?:tail )?call (<[^>]+>|\w+) @llvm\.[\w.]*\bload\b[\w.]*\(")
 _GLOBAL_POINTER = re.compile(r"ptr addrspace\([18]\) (?:[a-z]\w*(?:\([^)]*\))? )*(%[\w.]+)")
 _PHI_POINTERS = re.compile(r"\[ (%[\w.]+), ")
-_ASSIGNMENT = re.compile(r"^\s*%([\w.$]+) = ([\w.]+) ?([^:{]*?) ?(?:\{[^}]*\} )?: (.*?)(?: loc\(.*)?$", re.MULTILINE)
-_ARGUMENT = re.compile(r"%([\w.$]+): i(?:32|64)\b")
+_ASSIGNMENT = re.compile(
+    r"^\s*%([\w.$]+) = ([\w.]+) ?([^:{\n]*?) ?(?:\{[^}\n]*\} )?: (.*?)(?: loc\(.*)?$", re.MULTILINE
+)
 _SHAPE_STEPS = {"tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans"}
 _POINTER_STEPS = {*_SHAPE_STEPS, "tt.addptr", "tt.bitcast", "arith.select"}
-_ARITHMETIC = {f"arith.{name}" for name in ("addi", "subi", "muli", "divsi", "remsi", "andi", "shli", "shrsi", "extsi")}
-_SMALL, _GIVEN = "lanes of a tile", "an argument as it is"
+_ARITHMETIC = {f"arith.{name}" for name in ("addi", "subi", "muli", "shli", "extsi", "extui")}
+_CONSTANT, _PRODUCT = "a constant", "a product of 32 bits"
 _VALUE = re.compile(r"%([\w.$]+)")
-_WAITING = re.compile(r"\b(?:ld\.(?:volatile|acquire)|atom\.\S*(?:cas|exch|acq)|red\.\S*acq|nanosleep|s_sleep|cmpswap)")
+_WAITING = re.compile(
+    r"\b(?:ld\.(?:volatile|acquire)|atom\.\S*(?:cas|exch|acq)|red\.\S*acq|nanosleep|s_sleep|\w*_cmpswap)"
+)
 _TYPE_BITS = {"half": 16, "bfloat": 16, "float": 32, "double": 64, "ptr": 64}
 
 
@@ -183,32 +186,38 @@ def waits(code: str) -> bool:
 
 
 def narrow_offsets(ttir: str, arguments: Sequence[str]) -> list[str]:
-    """Return the pointer arguments to which 32-bit offsets are added that could overflow.
+    """Return the pointer arguments to which an offset is added that was multiplied in 32 bits, and so could overflow: row * stride.
 
-    A 32-bit offset is harmless if it is an argument itself, or made of constants and ranges alone: lanes within a tile. Any other, as an
-    index times a stride, must have 64 bits.
+    An index that is not multiplied, or by a constant of the kernel, counts entries or programs, of which there are fewer.
 
     Args:
         ttir: Triton's first intermediate code of one kernel, whose parameters have the names of the source.
         arguments: which parameters to look at.
     """
-    origin = {name: name for name in arguments}
-    values = dict.fromkeys(_ARGUMENT.findall(ttir), _GIVEN)
+    origin: dict[str, str | None] = {name: name for name in arguments}
+    values: dict[str, str | None] = {}
     found = set()
     for result, operation, operands, types in _ASSIGNMENT.findall(ttir):
         names = _VALUE.findall(operands)
-        source = next((origin[name] for name in names if name in origin), None)
-        if source is not None and operation in _POINTER_STEPS:
-            origin[result] = source
-            if operation == "tt.addptr" and values.get(names[1]) is None and not types.rstrip("> ").endswith("i64"):
-                found.add(source)
-        elif operation in ("arith.constant", "tt.make_range"):
-            values[result] = _SMALL
-        elif operation in _SHAPE_STEPS:
-            values[result] = values.get(names[0])
-        elif operation in _ARITHMETIC and all(values.get(name) == _SMALL for name in names):
-            values[result] = _SMALL
+        source = next((origin[name] for name in names if origin.get(name)), None)
+        value = _value(operation, types, [values.get(name) for name in names])
+        pointer = source if operation in _POINTER_STEPS else None
+        if pointer and operation == "tt.addptr" and values.get(names[1]) == _PRODUCT:
+            found.add(pointer)
+        origin[result], values[result] = pointer, value  # a name may have meant another value before
     return sorted(found)
+
+
+def _value(operation: str, types: str, operands: Sequence[str | None]) -> str | None:
+    """Return what is known of the result of an operation, given the same of its operands."""
+    if operation == "arith.constant":
+        return _CONSTANT
+    if operation in _SHAPE_STEPS:
+        return operands[0]
+    if operation not in _ARITHMETIC:
+        return None
+    narrow = operation == "arith.muli" and types.rstrip("> ").endswith("i32") and _CONSTANT not in operands
+    return _PRODUCT if narrow or _PRODUCT in operands else None
 
 
 def find_problems(
@@ -228,13 +237,14 @@ def find_problems(
     such pointers, a narrow load that cannot be traced to an argument counts as broken too. On AMD a wave has 64 lanes, so that the
     same tile gives each half as much: widths are reported there, not judged.
 
-    `offsets` names the pointers to which 32-bit offsets are added; `waiting` tells whether the code could wait for another program.
+    `offsets` names the pointers to which offsets are added that were multiplied in 32 bits; `waiting` tells whether the code could wait
+    for another program.
     """
     problems = []
     if waiting:
         problems.append("has instructions that wait for another program, which may not be running")
     if offsets:
-        problems.append(f"adds 32-bit offsets to {', '.join(offsets)}")
+        problems.append(f"adds offsets that were multiplied in 32 bits to {', '.join(offsets)}")
     if arch == "sm_90" and spilled_bytes:
         problems.append(f"spills {spilled_bytes} bytes a thread")
     if shared_bytes > SHARED_LIMITS[arch]:

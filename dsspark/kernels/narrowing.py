@@ -298,7 +298,7 @@ def _last_collected(
 
 @triton.jit
 def _nth_tie(row_ptr, stride_lv, rows, key, number, start, size, vocab_size, LOW: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Return the id of the `number`-th token of a key among the `size` tokens from `start` on, all int32."""
+    """Return the id of the `number`-th token of a key among the `size` tokens from `start`, int64, on; size and id int32."""
     value, number = value_of(key, LOW), number.to(tl.int32)
     seen = tl.zeros_like(number)
     found = tl.zeros_like(number)
@@ -307,10 +307,10 @@ def _nth_tie(row_ptr, stride_lv, rows, key, number, start, size, vocab_size, LOW
         offs = step + tl.arange(0, BLOCK_V)
         token = tl.multiple_of(start, 16)[:, None] + offs[None, :]
         there = (offs[None, :] < size[:, None]) & (token < vocab_size)
-        at = row_ptr[:, None] + token.to(tl.int64) * stride_lv
+        at = row_ptr[:, None] + token * stride_lv
         tied = there & (tl.load(at, mask=there, other=0.0).to(tl.float32) == value[:, None])
         order = seen[:, None] + tl.cumsum(tied.to(tl.int32), axis=1)
-        found += tl.sum(tl.where(tied & (order == number[:, None]), token, 0), axis=1)
+        found += tl.sum(tl.where(tied & (order == number[:, None]), token, 0), axis=1).to(tl.int32)
         seen += tl.sum(tied.to(tl.int32), axis=1)
     return found
 
@@ -337,7 +337,9 @@ def _end_crowded(
     if tl.max(split.to(tl.int32), axis=0) > 0:
         part = (index - (step << shift)).to(tl.int32)
         row_ptr = logits_ptr + row * stride_ln
-        last_id = _nth_tie(row_ptr, stride_lv, split, key, number, part * size, size, vocab_size, LOW, BLOCK_V)
+        last_id = _nth_tie(
+            row_ptr, stride_lv, split, key, number, part * size.to(tl.int64), size, vocab_size, LOW, BLOCK_V
+        )
         tl.store(last_id_ptr + row, last_id, mask=split)
     return key, tl.where(rows, final, mass)
 

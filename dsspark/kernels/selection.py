@@ -142,10 +142,9 @@ def begin_kernel(
     rate, greedy, usable = temperature_terms(
         tl.load(temperature_ptr + request * stride_t, mask=live, other=1.0).to(tl.float32)
     )
-    entry_ptr = entries_ptr + request
-    top_k = tl.load(entry_ptr, mask=live, other=0.0)
-    top_p = tl.load(entry_ptr + num_requests, mask=live, other=1.0)
-    min_p = tl.load(entry_ptr + 2 * num_requests, mask=live, other=0.0)
+    top_k = tl.load(entries_ptr + request, mask=live, other=0.0)
+    top_p = tl.load(entries_ptr + (num_requests + request), mask=live, other=1.0)
+    min_p = tl.load(entries_ptr + (num_requests.to(tl.int64) * 2 + request), mask=live, other=0.0)
     in_range = live & (top_k >= 0) & (top_p > 0) & (top_p <= 1) & (min_p >= 0) & (min_p <= 1)
 
     top = tl.load(row_max_ptr + row, mask=live, other=0.0)
