@@ -285,6 +285,7 @@ def test_offsets_do_not_overflow():
     assert {logits.data_ptr() + 4 * far * n for n in (1, 2, 3)} <= touched
 
 
+@pytest.mark.exhaustive  # `make test` compiles every variant for sm_90, outside of pytest
 def test_one_variant_of_each_kernel_compiles_for_sm_90():
     for report in compile_variants(one_per_kernel(kernels.variants()), "sm_90", jobs=1):
         assert report.problems == (), report

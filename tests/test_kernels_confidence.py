@@ -267,6 +267,7 @@ def test_the_head_tile_is_16_kib():
             assert positions_tile(gamma) >= gamma
 
 
+@pytest.mark.exhaustive  # `make test` compiles every variant for sm_90, outside of pytest
 def test_every_kernel_compiles_for_sm_90():
     for report in compile_variants(one_per_kernel(kernels.variants()), "sm_90", jobs=1):
         assert report.problems == (), report

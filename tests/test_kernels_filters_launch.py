@@ -214,6 +214,7 @@ def test_the_sum_of_what_is_kept_is_as_accurate_as_the_references(generator):
         torch.testing.assert_close(found.kept_sum.double(), weights.sum(dim=1), rtol=3e-6, atol=0)
 
 
+@pytest.mark.exhaustive  # `make test` compiles every variant for sm_90, outside of pytest
 def test_one_variant_of_each_kernel_compiles_for_sm_90():
     for report in compile_variants(one_per_kernel(kernels.variants()), "sm_90", jobs=1):
         assert report.problems == (), report

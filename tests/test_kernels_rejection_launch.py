@@ -287,6 +287,7 @@ def test_the_configuration_is_a_plain_function_of_sizes():
     assert Source.of(replace(draft, latent=None)).kind == Source.of(large_round(torch.bfloat16, "stored", 64)[2]).kind
 
 
+@pytest.mark.exhaustive  # `make test` compiles every variant for sm_90, outside of pytest
 def test_one_variant_of_each_kernel_and_source_compiles_for_a_gpu_that_is_not_here():
     chosen = one_per_kernel(variants())
     chosen += [v for v in variants() if "/bf16-recomputed-bf16-bf16-" in v.name or "/bf16-stored-bf16-mapped" in v.name]

@@ -105,14 +105,26 @@ def test_every_size_and_kind_of_survivals(kind, shape, generator, device):
     assert_same(survival, CostTable(rates), device, configs=(LARGE,))
 
 
-@pytest.mark.parametrize("kind", ["tied", "invalid", "minute"])
-@pytest.mark.parametrize("shape", [(4, 32), (16, 8), (16, 32), (64, 7)], ids=str)
+LARGEST_SORTS = [
+    pytest.param(kind, shape, marks=() if (kind, shape) == ("tied", (64, 7)) else pytest.mark.exhaustive)
+    for kind in ("tied", "invalid", "minute")
+    for shape in ((16, 32), (64, 7))
+]
+"""A sort of 512 takes seconds in the interpreter."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [(kind, shape) for kind in ("tied", "invalid", "minute") for shape in ((4, 32), (16, 8))] + LARGEST_SORTS,
+    ids=str,
+)
 def test_as_many_as_one_launch_sorts(kind, shape, generator, device):
     survival = MAKERS[kind](shape, generator)
     for sps in ([1.0] * 600, [1 / (1 + n / 900) for n in range(600)]):
         assert_same(survival, CostTable(sps), device, configs=(None,))
 
 
+@pytest.mark.exhaustive  # 282 million comparisons, in numpy
 def test_more_than_sixteen_thousand_candidates(generator, device):
     survival = MAKERS["tied"]((2100, 8), generator)
     table = CostTable(1 / (1 + torch.arange(20_000, dtype=torch.float64) / 9_000))
@@ -367,6 +379,7 @@ def test_launches_are_one_or_two_are_listed_and_the_host_reads_nothing(monkeypat
         assert all(any(launch.is_described_by(variant) for variant in listed) for launch in launches), launches
 
 
+@pytest.mark.exhaustive  # `make test` compiles every variant for sm_90, outside of pytest
 def test_every_kernel_compiles_for_sm_90():
     for report in compile_variants(one_per_kernel(kernels.variants()), "sm_90", jobs=1):
         assert report.problems == (), report

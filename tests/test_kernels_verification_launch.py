@@ -160,6 +160,7 @@ def test_unpack_offsets_do_not_overflow():
     assert {values.data_ptr(), values.data_ptr() + 4 * 16 * far, out.data_ptr() + 4 * 16} <= touched
 
 
+@pytest.mark.exhaustive  # `make test` compiles every variant for sm_90, outside of pytest
 def test_one_variant_of_each_kernel_compiles_for_a_gpu_that_is_not_here():
     for report in compile_variants(one_per_kernel(verification.variants()), "sm_90"):
         assert report.problems == ()
