@@ -150,9 +150,7 @@ def test_problems():
     assert "shared memory" in find_problems("gfx942", 0, 65_537, False, {}, ())[0]
     assert find_problems("sm_80", 8, 0, False, {}, ()) == ()
     assert "?" in find_problems("sm_90", 0, 0, False, fine, ("w2_ptr",))[0]
-    assert (
-        "32-bit offsets to x_ptr, y_ptr" in find_problems("sm_80", 0, 0, False, fine, (), offsets=["x_ptr", "y_ptr"])[0]
-    )
+    assert "in 32 bits to x_ptr, y_ptr" in find_problems("sm_80", 0, 0, False, fine, (), offsets=["x_ptr", "y_ptr"])[0]
     assert "wait for another" in find_problems("gfx942", 0, 0, False, fine, (), waiting=True)[0]
     assert "1 of 8" in find_problems("sm_100", 0, 0, False, {"w2_ptr": {8: 1, 16: 9}}, ("w2_ptr",))[0]
     assert find_problems("gfx942", 0, 0, False, {"w2_ptr": {8: 1}}, ("w2_ptr",)) == ()
@@ -209,13 +207,14 @@ def test_instructions_that_wait_are_recognised():
 
 
 def test_a_second_run_compiles_nothing(tmp_path):
-    first, second = (
-        aot.compile_variants([planted.UNUSED, planted.GOOD], jobs=1, cache=str(tmp_path)) for _ in range(2)
-    )
-    assert [report.problems for report in second] == [report.problems for report in first] != [(), ()]
-    assert [report.loads for report in second] == [report.loads for report in first]
-    assert sum(report.seconds for report in second) < sum(report.seconds for report in first) / 2
-    assert {path.name for path in tmp_path.glob("*/*.cubin")} == {"product_kernel.cubin"}
+    found = []
+    for _ in range(2):
+        reports = aot.compile_variants([planted.UNUSED, planted.GOOD], jobs=1, cache=str(tmp_path))
+        written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+        found.append(([(report.problems, report.loads, report.registers) for report in reports], written))
+    assert found[0] == found[1]
+    assert found[0][0][0] != found[0][0][1]  # one kernel, compiled once, of which more is asked the first time
+    assert {path.name for path in found[0][1]} >= {"product_kernel.cubin", "product_kernel.ttir"}
 
 
 def test_amd_resources_are_read_from_the_metadata():
