@@ -84,7 +84,7 @@ class Config:
         block_r: rows a program.
         block_v: tokens of a row a program.
         block_s: rows a program of the kernels that read bins instead of logits.
-        num_warps: warps a program of the kernels that count, walk and end; 4 in the others.
+        num_warps: warps a program of the kernels that count and walk; 4 in the others.
     """
 
     block_r: int
@@ -239,8 +239,7 @@ def _searches(
             constants = searched | {"STAGE": stage, "SLOTS": slots}
             yield _Step(walk_kernel, few, (row_max, state, counts, masses, num_rows), constants, config.num_warps)
     ends = (logits, row_max, state, counts, masses, found.threshold, found.last_id, found.kept_sum, *sizes)
-    constants = searched | {"SLOTS": slots, "BLOCK_V": config.block_v}
-    yield _Step(end_kernel, few, ends, constants, config.num_warps)
+    yield _Step(end_kernel, few, ends, searched | {"SLOTS": slots, "BLOCK_V": config.block_v})
 
 
 def _check(
