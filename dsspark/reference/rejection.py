@@ -160,8 +160,9 @@ def verify(
         for k in range(block_size + 1):
             if running.numel() == 0:
                 break
+            rows = target_logits[starts[running] + k]  # a copy
             weights, row_sum = target_weights(
-                target_logits[starts[running] + k], temperature[running], select_requests(filters, running)
+                rows, temperature[running], select_requests(filters, running), overwrite=True
             )
             drafted = lengths[running] > k
             if k < block_size:
