@@ -142,10 +142,14 @@ class _Counting(TorchDispatchMode):
         schema = func._schema
         name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
         given = [*args, *(kwargs.get(argument.name) for argument in schema.arguments[len(args) :])]
-        writes = [v for a, v in zip(schema.arguments, given, strict=False) if a.alias_info and a.alias_info.is_write]
+        pairs = [
+            (a, v) for a, v in zip(schema.arguments, given, strict=False) if a.alias_info and a.alias_info.is_write
+        ]
+        writes = [v for a, v in pairs if not a.is_out]
+        read_by = {key: v for key, v in kwargs.items() if key not in {a.name for a, _ in pairs if a.is_out}}
         before = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         out = func(*args, **kwargs)
-        read, written = moved(name, args, kwargs, _tensors(writes), out)
+        read, written = moved(name, args, read_by, _tensors(writes), out)  # an `out=` is written and not read
         self.traffic.read[name] += read
         self.traffic.written[name] += written
         self.traffic.operations += bool(read or written)

@@ -13,6 +13,7 @@ from benchmarks.paired import paired
 
 ROW = 4000  # bytes of 1,000 float32
 INDEX = torch.zeros(4, 1, dtype=torch.int64)
+OUT = torch.zeros(1, 1000)
 
 
 @pytest.fixture
@@ -39,6 +40,8 @@ def counted(run):
         (lambda x: x[torch.tensor([2])], ROW + 8, ROW, 1),
         (lambda x: x.gather(1, INDEX), 4 * (4 + 8), 4 * 4, 1),
         (lambda x: x[:2].copy_(x[2:]), 2 * ROW, 2 * ROW, 1),
+        (lambda x: torch.mul(x[:1], 2, out=OUT), ROW, ROW, 1),
+        (lambda x: torch.index_select(x, 0, INDEX[0], out=OUT), ROW + 8, ROW, 1),
         (lambda x: torch.stack((x, x)), 8 * ROW, 8 * ROW, 1),
         (lambda x: torch.logsumexp(x, dim=-1), 16 * ROW, 8 * ROW + 16, 1),
         (lambda x: torch.multinomial(x, 1), 20 * ROW, 8 * ROW + 32, 1),

@@ -12,13 +12,16 @@ from dsspark.numerics import row_weights
 from dsspark.types import Filters
 
 
-def target_weights(logits: Tensor, temperature: Tensor, filters: Filters | None = None) -> tuple[Tensor, Tensor]:
+def target_weights(
+    logits: Tensor, temperature: Tensor, filters: Filters | None = None, *, overwrite: bool = False
+) -> tuple[Tensor, Tensor]:
     r"""Return the unnormalised law of target rows and its total: p = w / s.
 
     Args:
         logits: [N, V], any float dtype.
         temperature: T of each row, [N].
         filters: one entry a row ([N] tensors) or scalars; None keeps all.
+        overwrite: whether w may take the place of the logits.
 
     Returns:
         w [N, V] and s [N], float32 (float64 for float64 logits); w is 0 where a filter removed the token. s is NaN for a row
@@ -26,8 +29,9 @@ def target_weights(logits: Tensor, temperature: Tensor, filters: Filters | None 
 
     Source: paper 2.1 takes p as given; the order temperature, top-k, top-p, min-p is that of the public engines.
     """
-    weights, _, row_sum = row_weights(logits, temperature)
-    if filters is None or all(getattr(filters, field.name) is None for field in fields(filters)):
+    unfiltered = filters is None or all(getattr(filters, field.name) is None for field in fields(filters))
+    weights, _, row_sum = row_weights(logits, temperature, overwrite=overwrite and unfiltered)
+    if filters is None or unfiltered:
         return weights, row_sum
     weights, in_range = filter_weights(logits, weights, filters)
     return weights, torch.where(in_range & ~row_sum.isnan(), weights.sum(dim=-1), torch.nan)

@@ -156,12 +156,14 @@ def verify(
 
     recomputed = draft.logits is None and draft.base_logits is not None
     count = max(1, num_requests) if recomputed else rows_at_once(target_logits)
+    room = target_logits.new_empty(min(count, num_requests), vocab_size)  # for one position's rows, every time the same
     for running in torch.split(valid.nonzero()[:, 0], count):
         for k in range(block_size + 1):
             if running.numel() == 0:
                 break
+            rows = torch.index_select(target_logits, 0, starts[running] + k, out=room[: len(running)])
             weights, row_sum = target_weights(
-                target_logits[starts[running] + k], temperature[running], select_requests(filters, running)
+                rows, temperature[running], select_requests(filters, running), overwrite=True
             )
             drafted = lengths[running] > k
             if k < block_size:
