@@ -203,7 +203,7 @@ def test_training_learns_a_text_by_heart_and_resumes(tiny, answers, tmp_path):
 def test_rounds_on_known_text_are_the_rounds_of_decoding(tiny, answers):
     drafter = drafter_of(tiny.model, torch.arange(VOCAB), noise=False)
     drafter.requires_grad_(False)
-    training.fit_standardisation(drafter, answers, torch.Generator().manual_seed(0))
+    training.fit_start(drafter, answers, torch.Generator().manual_seed(0))
     target = HuggingFaceTarget(tiny.model, LAYERS)
     for length in (4, 2, 0):
         rounds = emitted = 0
@@ -246,6 +246,18 @@ def test_the_draft_vocabulary_is_what_the_answers_use(answers):
     assert ids.tolist() == sorted(ids.tolist())
     assert len(set(ids.tolist())) == 10
     assert counts[ids].sum() == counts.sort(descending=True).values[:10].sum()
+
+
+def test_a_drafter_begins_at_an_average_token(tiny, answers):
+    """Before any training, its loss is that of the mean of the target's final states, not of a random one."""
+    blocks = make_blocks(answers, 4, 20, torch.Generator().manual_seed(0))
+    entropy = []
+    for fitted in (False, True):
+        drafter = drafter_of(tiny.model, torch.arange(VOCAB), noise=False)
+        if fitted:
+            training.fit_start(drafter, answers, torch.Generator().manual_seed(0))
+        entropy.append(block_losses(drafter, blocks, ce_weight=1.0, l1_weight=0.0)["ce"].item())
+    assert entropy[1] < entropy[0] - 0.5
 
 
 def test_a_wrong_draft_vocabulary_is_refused(tiny):

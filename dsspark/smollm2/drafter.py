@@ -33,10 +33,13 @@ class SmolLM2Backbone(ParallelBackbone):
     def __init__(self, config: BackboneConfig, generator: torch.Generator) -> None:
         super().__init__(config, generator)
         size = config.hidden_size
-        self.anchor_scale = nn.Parameter(torch.ones(1))
+        self.anchor_proj = nn.Linear(size, size, bias=False)
         self.last_proj = nn.Linear(size, size, bias=False)
         self.slots = nn.Parameter(0.5 * torch.randn(config.block_size, size, generator=generator))
         with torch.no_grad():
+            # Turned at random: the LM head is the embedding again, and an anchor that went straight through would propose itself.
+            turned, _ = torch.linalg.qr(torch.randn(size, size, generator=generator))
+            self.anchor_proj.weight.copy_(turned)
             self.last_proj.weight.copy_(0.5 * torch.eye(size))
 
     def context(self, features: Tensor) -> Tensor:
@@ -46,7 +49,7 @@ class SmolLM2Backbone(ParallelBackbone):
 
     def start(self, embedded: Tensor, last: Tensor) -> Tensor:
         """Return what the blocks start from, [..., gamma, d], of the anchors' embeddings and the context before them, [..., d] each."""
-        out: Tensor = (self.anchor_scale * embedded + self.last_proj(last))[..., None, :] + self.slots
+        out: Tensor = (self.anchor_proj(embedded) + self.last_proj(last))[..., None, :] + self.slots
         return out
 
 
@@ -119,7 +122,7 @@ class SmolLM2Drafter(Qwen3Drafter):
         self.draft_to_target = draft_to_target.clone()
         with torch.no_grad():
             self.backbone.norm.weight.copy_(_final_norm(model))
-            self.backbone.anchor_scale.fill_(1 / embed.weight.pow(2).mean().sqrt())
+            self.backbone.anchor_proj.weight.div_(embed.weight.pow(2).mean().sqrt())
             if self.markov_head is not None:
                 self.markov_head.markov_w1.weight.copy_(_directions(embed.weight, config.markov_rank))
                 self.markov_head.markov_w2.weight.zero_()  # a fresh drafter proposes what its parallel-only twin does

@@ -24,8 +24,10 @@ from dsspark.smollm2.drafter import SmolLM2Drafter, drafter_config
 from dsspark.smollm2.generation import Answer, load_answers
 from dsspark.training.loop import write_atomically
 
-STANDARDISED_ON = 20_000
-"""Generated tokens from which the features' means and standard deviations come."""
+FITTED_ON = 20_000
+"""Generated tokens that `fit_start` looks at."""
+MEAN_SHARE = 3.0
+"""Root mean square of the mean's direction in a slot's vector, beside 1 of the anchor and 1/2 of the context before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,15 +108,24 @@ def draft_vocabulary(answers: Sequence[Answer], size: int, vocab_size: int) -> T
     return torch.tensor(sorted(order[:size]))
 
 
-def fit_standardisation(drafter: SmolLM2Drafter, answers: Sequence[Answer], generator: torch.Generator) -> None:
-    """Take the features' means and deviations from generated tokens: a text's first token is the one with the huge values."""
-    parts: list[Tensor] = []
+@torch.no_grad()
+def fit_start(drafter: SmolLM2Drafter, answers: Sequence[Answer], generator: torch.Generator) -> None:
+    """Take from generated tokens what training had better not look for: the features' scale, and where the final states lie.
+
+    A text's first token is the one with the huge values, so it is left out. The slots' vectors begin on the mean of what the target's LM
+    head reads: the first proposals are then those of an average token, not of a random state.
+    """
+    features: list[Tensor] = []
+    final: list[Tensor] = []
     for index in torch.randperm(len(answers), generator=generator).tolist():
-        answer = answers[index]
-        parts.append(answer.features[answer.prompt_length :].float())
-        if sum(len(part) for part in parts) >= STANDARDISED_ON:
+        features.append(answers[index].features[answers[index].prompt_length :].float())
+        final.append(answers[index].final.float())
+        if sum(len(part) for part in features) >= FITTED_ON:
             break
-    drafter.backbone.fit_standardisation(torch.cat(parts).to(drafter.backbone.fc.weight.device))
+    backbone = drafter.backbone
+    backbone.fit_standardisation(torch.cat(features).to(backbone.fc.weight.device))
+    towards = torch.cat(final).mean(dim=0).to(backbone.norm.weight.device) / backbone.norm.weight
+    backbone.slots.add_(MEAN_SHARE * towards / towards.pow(2).mean().sqrt())
 
 
 class _Run:
@@ -146,7 +157,7 @@ class _Run:
         self.history: list[dict[str, Any]] = []
         self.step, self.minutes = 0, 0.0
         if saved is None:
-            fit_standardisation(self.drafter, shards.answers, generator)
+            fit_start(self.drafter, shards.answers, generator)
             return
         self.drafter.load_state_dict(saved["drafter"])
         self.optimiser.load_state_dict(saved["optimiser"])
