@@ -105,7 +105,7 @@ def test_every_file_and_function_that_a_page_names_exists(page):
         lines_of(target)
     for trail in trails(text):
         assert broken(trail, text) == []
-    for path in re.findall(r"`((?:tests|property_tests|benchmarks|dsspark|docs)/[\w./-]*[\w-])`", text):
+    for path in re.findall(r"`((?:tests|property_tests|benchmarks|dsspark|docs)/[\w./-]+\.\w+)`", text):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
     for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
         assert (page.parent / path).exists(), f"{page.name} shows {path}"
