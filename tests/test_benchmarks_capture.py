@@ -21,6 +21,7 @@ import dsspark
 from benchmarks import harness
 from benchmarks.cases import KERNEL, REFERENCE
 from benchmarks.sizes import Size
+from dsspark.kernels.losses import _SlotLosses, choose_config
 
 SIZE = Size(num_requests=32, block_size=3, vocab_size=512, rank=16, hidden_size=16, samples=64, context=32)
 GRAPHS = [task for task in harness.TIMED if harness._reason(task, SIZE, KERNEL + harness.GRAPH) is None]
@@ -52,18 +53,39 @@ def faked(value, mode):
 def run_on_fake_cuda(task, name, monkeypatch):
     """Run a contender of a task on fake tensors of a GPU."""
     case = harness.TIMED[task][1](SIZE, "cpu")
+    return on_fake_cuda(case.contenders[name].run, case.inputs, monkeypatch)
+
+
+def on_fake_cuda(run, inputs, monkeypatch):
+    """Run `run` on fakes of its inputs."""
     # The poison of the root conftest fills what is allocated; a launch would look for the values.
     monkeypatch.setattr(torch, "empty", torch._C._VariableFunctions.empty)
     monkeypatch.setattr(torch, "empty_like", torch._C._VariableFunctions.empty_like)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *args, **named: None)
     with FakeTensorMode() as mode:
-        return case.contenders[name].run(faked(case.inputs, mode))
+        return run(faked(inputs, mode))
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # the launcher asks how it is aligned
-@pytest.mark.parametrize("task", [task for task in GRAPHS if task != "round"])  # which is these, one after the other
+# A round is these, one after the other.
+@pytest.mark.parametrize("task", [task for task in GRAPHS if task not in ("round", "losses")])
 def test_a_graph_can_hold_the_kernels_of(task, monkeypatch):
     run_on_fake_cuda(task, KERNEL, monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_graph_can_hold_the_losses(monkeypatch):
+    """Without autograd's engine, which aborts the process on a device that this torch was not built for."""
+
+    def run(x):
+        ctx = SimpleNamespace()
+        ctx.save_for_backward = lambda *saved: setattr(ctx, "saved_tensors", saved)
+        losses = _SlotLosses.forward(ctx, x.draft, x.target, x.labels, choose_config(x.draft.shape[1]))
+        return _SlotLosses.backward(ctx, *losses)
+
+    gradient = on_fake_cuda(run, harness.TIMED["losses"][1](SIZE, "cpu").inputs, monkeypatch)[0]
+    assert gradient.device.type == "cuda"
+    assert gradient.shape == (SIZE.num_requests * SIZE.block_size, SIZE.vocab_size)
 
 
 def test_every_task_but_the_fit_is_captured():
