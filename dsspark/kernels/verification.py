@@ -103,13 +103,14 @@ def choose_config(
     converted = not halves and cache_dtype.itemsize == 2
     widest = 16 if not aligned else 64 if halves else 32
     heavy = block_m > 32 if halves else converted or block_m * _padded_head(head_dim) > 2048
+    wide = not halves and _padded_head(head_dim) > 128  # two stages put 8 bytes of a thread on the stack, three none
     shares = target_programs // max(num_requests * kv_heads, 1)
     return Config(
         block_m=block_m,
         block_n=max(16, min(entries, widest)),
         num_shares=max(1, min(shares, 64, math.ceil(max_context / _MIN_SHARE))),
         num_warps=8 if heavy else 4,
-        num_stages=1 if converted else 2,
+        num_stages=1 if converted else 3 if wide else 2,
     )
 
 
