@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("experiments-output"), help="folder; a second start goes on from what it holds"
     )
     parser.add_argument(
-        "--reduced", action="store_true", help="a quarter of an hour on two idle cores instead of three hours"
+        "--reduced", action="store_true", help="meant for a quarter of an hour on two idle cores instead of three hours"
     )
     parser.add_argument("--weights", type=Path, metavar="DIR", help="whose target to use; the shipped one by default")
     parser.add_argument("--again", action="store_true", help="measure latencies again, on a quiet machine")

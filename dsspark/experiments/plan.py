@@ -104,7 +104,7 @@ class Study:
 
 
 def reduced_study() -> Study:
-    """Return the study of 15 minutes on two idle cores."""
+    """Return the study that is meant for a quarter of an hour on two idle cores."""
     return Study(
         reduced=True,
         schedule=Schedule(steps=100, peak_lr=3e-3, peak_matrix_lr=1e-2, warmup=10, checkpoint_every=1000),
@@ -123,7 +123,7 @@ def reduced_study() -> Study:
 
 
 def full_study() -> Study:
-    """Return the study of three hours on two cores."""
+    """Return the study that is meant for three hours on two idle cores."""
     return Study(
         reduced=False,
         schedule=Schedule(steps=500, peak_lr=2e-3, peak_matrix_lr=5e-3, warmup=50, checkpoint_every=100),
