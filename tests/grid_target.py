@@ -118,7 +118,7 @@ def put_head_on_the_grid(head):
             head.joint_proj.bias[-1] = 1e4
             head.markov_w2.weight.copy_(lower * LOG3 / 2 * torch.ones(1, 2))
             return
-        head.markov_w1.weight.copy_(torch.eye(2).repeat(size // 2, 1))
+        head.markov_w1.weight.copy_(torch.eye(2).repeat(len(head.markov_w1.weight) // 2, 1))
         head.markov_w2.weight.copy_(lower * torch.tensor([[LOG3, 0.0 if head.kind == "vanilla" else LOG3]]))
         if head.kind == "gated":  # the sigmoid saturates to 0 or 1
             head.gate_proj.weight.mul_(1e4)

