@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process a core already; said before NumPy and torch start their threads
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+
 import hypothesis
 import pytest
 import torch
@@ -11,8 +14,6 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:  # before any kernel is decorated
     os.environ["TRITON_INTERPRET"] = "1"
-if "PYTEST_XDIST_WORKER" in os.environ:  # a process a core already
-    torch.set_num_threads(1)
 
 
 def _patch_the_language_once() -> None:

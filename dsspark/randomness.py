@@ -156,18 +156,16 @@ class Uniforms:
         round_ = _as_words("rounds", rounds, device)
         check_shape("rounds", round_, (seed.shape[0],))
         check_device("rounds", round_, "seeds", seed)
-        position = torch.arange(block_size, device=seed.device)
+        # All counters of a round in one go: on a processor the words cost their number of operations, not their size.
+        streams = [STREAM_DRAFT] * block_size + [STREAM_ACCEPT] * block_size + [STREAM_FINAL]
+        stream = torch.tensor(streams, device=seed.device)[None, :]
+        position = torch.tensor([*range(block_size), *range(block_size), 0], device=seed.device)[None, :]
         key = (seed[:, None] & _MASK, (seed[:, None] >> 32) & _MASK)
-
-        def words(stream: int, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            low, high = round_[:, None] & _MASK, (round_[:, None] >> 32) & _MASK
-            return philox4x32((low, high, torch.full_like(low, stream), index[None, :]), key)
-
-        draft = words(STREAM_DRAFT, position)
-        accept = words(STREAM_ACCEPT, position)
-        final = words(STREAM_FINAL, position[:1])
+        low, high = round_[:, None] & _MASK, (round_[:, None] >> 32) & _MASK
+        first, second, _, _ = philox4x32((low, high, stream, position), key)
+        pairs = torch.stack((_to_unit(first), _to_unit(second)), dim=-1)
         return cls(
-            draft=torch.stack((_to_unit(draft[0]), _to_unit(draft[1])), dim=-1),
-            accept=_to_unit(accept[0]),
-            final=torch.cat((_to_unit(final[0]), _to_unit(final[1])), dim=-1),
+            draft=pairs[:, :block_size].contiguous(),
+            accept=pairs[:, block_size:-1, 0].contiguous(),
+            final=pairs[:, -1].contiguous(),
         )

@@ -378,7 +378,8 @@ def test_the_demo_in_a_fresh_process(tmp_path):
     file = tmp_path / "prompt.bin"
     file.write_bytes(NASTY.encode() + b"\xff\x00")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    words = ["demo", "--quick", "--prompt-file", str(file), "--max-new-tokens", "24", "--out", str(tmp_path / "out")]
+    words = ["demo", "--quick", "--domain", "math", "--prompt-file", str(file), "--max-new-tokens", "24"]
+    words += ["--out", str(tmp_path / "out")]
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "dsspark", *words],
         capture_output=True,

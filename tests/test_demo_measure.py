@@ -50,7 +50,8 @@ def test_confidence_logits_belong_to_their_own_outcomes(target):
     found = measure.decode_rounds(target, drafter, GROUPS, max_new_tokens=40, seed=3)
     reports = []
     seeds = measure._seeds(3, 5)
-    generate(target, drafter, [p for g in GROUPS.values() for p in g], 40, seeds=seeds, on_round=reports.append)
+    for group, own in zip(GROUPS.values(), (seeds[:3], seeds[3:]), strict=True):
+        generate(target, drafter, group, 40, seeds=own, on_round=reports.append)
     expected = torch.cat([report.proposal.confidence_logits for report in reports])
     accepted = torch.cat([report.verification.num_accepted for report in reports])
     assert torch.equal(found.confidence_logits, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import importlib
 import pkgutil
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import dsspark.reference
+from dsspark.testing import audit
 
 ROOT = Path(__file__).parents[1]
 MODULES = [
@@ -73,5 +75,8 @@ def test_a_wrong_example_fails():
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_readme_and_docs_blocks(block, tmp_path, monkeypatch):
+    """As printed, but that an audit tries as many cases as the audits' own tests, not its default of thousands."""
     monkeypatch.chdir(tmp_path)
+    for name, cases in (("audit_scheduler", 40), ("audit_sampler", 20)):
+        monkeypatch.setattr(audit, name, functools.partial(getattr(audit, name), max_examples=cases))
     run_block(block)

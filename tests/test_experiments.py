@@ -50,6 +50,12 @@ def target(generator):
     return tiny_target(generator).float()
 
 
+@pytest.fixture(scope="module")
+def streams():
+    """Return texts to learn from, read once: nothing here depends on how many there are."""
+    return load_streams(held_out=False, num_math=50)
+
+
 def test_a_statistic_is_students_interval():
     values = [3.1, 2.9, 3.4]
     found = results.statistic(values)
@@ -94,11 +100,11 @@ def test_the_studies_hold_every_drafter_of_the_paper():
     assert len(full_study().runs) == 3 * len(full_study().specs) > len(reduced_study().runs)
 
 
-def test_drafters_of_a_seed_learn_from_the_same_pool(target, tmp_path):
+def test_drafters_of_a_seed_learn_from_the_same_pool(target, streams, tmp_path):
     """Training lowers the loss of every kind, repeats bit for bit, and leaves the target alone."""
     study = dataclasses.replace(TINY, schedule=Schedule(steps=12, peak_lr=1e-2, warmup=1))
     before = {name: value.clone() for name, value in target.state_dict().items()}
-    pool = observe_pool(target, load_streams(held_out=False, num_math=50), study)
+    pool = observe_pool(target, streams, study)
     for name in DRAFTERS:
         spec = Spec(name, 3, 1)
         first, history = fit_drafter(target, pool, spec, study, 0, tmp_path / f"{name}.pt", QUIET)
@@ -113,8 +119,9 @@ class StopError(Exception):
 
 
 @pytest.mark.slow
-def test_an_interrupted_study_goes_on_and_draws_its_figures(target, tmp_path, monkeypatch):
+def test_an_interrupted_study_goes_on_and_draws_its_figures(target, streams, tmp_path, monkeypatch):
     real, trained = run.fit_drafter, []
+    monkeypatch.setattr(run, "load_streams", lambda *, held_out: streams)
 
     def counted(target, pool, spec, *args):
         if len(trained) == 5:

@@ -11,6 +11,7 @@ import json
 import re
 import time
 
+import torch
 from rich.console import Console
 
 from docs.builder.sources import ROOT
@@ -40,6 +41,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     command.add_arguments(parser)
     args = parser.parse_args()
+    torch.set_num_threads(command.THREADS)
     console = Console(width=WIDTH, highlight=False)
     results = command.measure_all(load_pretrained(), [], args, command.Effort(), console, time.perf_counter())
     (FOLDER / "demo.svg").write_text(picture(results), encoding="utf-8")

@@ -30,6 +30,8 @@ from dsspark.models.target import EOS_ID
 from dsspark.serving.policies import EarlyStopping
 
 STOP = (EOS_ID,)
+THREADS = 1
+"""Of the shipped models. Most of their operations take microseconds: a second thread waits longer for the first than it works."""
 Models = tuple[Target, Drafter, Drafter]
 """Target, drafter, and the parallel-only twin."""
 
@@ -123,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an output that knows no UTF-8 must not end the run
+    torch.set_num_threads(THREADS)
     console = Console(highlight=False)
     results = measure_all(load_pretrained(), prompts, args, QUICK if args.quick else Effort(), console, started)
     found = summary(results)

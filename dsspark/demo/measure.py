@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,12 +27,7 @@ NUM_BINS = 20
 DIAGRAM_BINS = 10
 _SEED_STRIDE = 1_000_003
 _NOISE_DRAWS = 20
-
-
-def _flatten(prompts: Prompts) -> tuple[list[Sequence[int]], list[str]]:
-    """Return all prompts as one batch, and the domain of each."""
-    pairs = [(prompt, domain) for domain, group in prompts.items() for prompt in group]
-    return [prompt for prompt, _ in pairs], [domain for _, domain in pairs]
+_GREEDY_BATCH = 72
 
 
 def _seeds(seed: int, count: int) -> list[int]:
@@ -66,41 +62,43 @@ def decode_rounds(
     stop_tokens: Sequence[int] = (),
     on_tokens: OnTokens | None = None,
 ) -> Rounds:
-    """Decode all prompts in one batch, whole blocks verified every round, and count what happens.
+    """Decode all prompts, whole blocks verified every round, and count what happens.
+
+    A domain is a batch of its own: its texts are of like length, so less of the batch is padding. With whole blocks a request's text
+    does not depend on its batch.
 
     Returns:
         The rounds; a domain's counts cover its own requests only.
     """
-    batch, domain_of = _flatten(prompts)
     block_size = drafter.block_size
     rounds = Rounds(RoundStatistics(block_size), {domain: RoundStatistics(block_size) for domain in prompts})
+    seeds = iter(_seeds(seed, sum(len(group) for group in prompts.values())))
     logits: list[Tensor] = []
     accepted: list[Tensor] = []
     position = torch.arange(block_size)
 
-    def on_round(report: RoundReport) -> None:
-        num_accepted = report.verification.num_accepted
-        rounds.total.add(report.lengths, num_accepted)
-        domains = [domain_of[request] for request in report.request_ids]
-        for domain, statistics in rounds.by_domain.items():
-            mine = torch.tensor([name == domain for name in domains])
-            statistics.add(report.lengths[mine], num_accepted[mine])
-        if report.proposal is not None and report.proposal.confidence_logits is not None:
-            logits.append(report.proposal.confidence_logits)
-            accepted.append(position < num_accepted[:, None])
-        if on_tokens is not None:
-            on_tokens(sum(len(new) for new in report.emitted))
+    for domain, group in prompts.items():
 
-    generate(
-        target,
-        drafter,
-        batch,
-        max_new_tokens,
-        temperature,
-        seeds=_seeds(seed, len(batch)),
-        stop_tokens=stop_tokens,
-        on_round=on_round,
-    )
+        def on_round(report: RoundReport, statistics: RoundStatistics = rounds.by_domain[domain]) -> None:
+            num_accepted = report.verification.num_accepted
+            for counts in (rounds.total, statistics):
+                counts.add(report.lengths, num_accepted)
+            if report.proposal is not None and report.proposal.confidence_logits is not None:
+                logits.append(report.proposal.confidence_logits)
+                accepted.append(position < num_accepted[:, None])
+            if on_tokens is not None:
+                on_tokens(sum(len(new) for new in report.emitted))
+
+        generate(
+            target,
+            drafter,
+            group,
+            max_new_tokens,
+            temperature,
+            seeds=list(islice(seeds, len(group))),
+            stop_tokens=stop_tokens,
+            on_round=on_round,
+        )
     if logits:
         rounds.confidence_logits, rounds.accepted = torch.cat(logits), torch.cat(accepted)
     return rounds
@@ -182,21 +180,25 @@ def check_greedy(
     stop_tokens: Sequence[int] = (),
     on_tokens: OnTokens | None = None,
 ) -> GreedyCheck:
-    """Decode every prompt greedily, with the drafter and by the target alone, and compare token for token."""
+    """Decode every prompt greedily, with the drafter and by the target alone, and compare token for token.
+
+    Prompts of like length share a batch: a batch is padded to its longest.
+    """
 
     def on_round(report: RoundReport) -> None:
         if on_tokens is not None:
             on_tokens(sum(len(new) for new in report.emitted))
 
-    drafted, alone = (
-        generate(target, which, prompts, max_new_tokens, 0.0, stop_tokens=stop_tokens, on_round=on_round).tokens
-        for which in (drafter, None)
-    )
-    return GreedyCheck(
-        prompts=len(prompts),
-        tokens=sum(len(text) for text in alone),
-        different=sum(a != b for a, b in zip(drafted, alone, strict=True)),
-    )
+    ordered, tokens, different = sorted(prompts, key=len), 0, 0
+    for start in range(0, len(ordered), _GREEDY_BATCH):
+        batch = ordered[start : start + _GREEDY_BATCH]
+        drafted, alone = (
+            generate(target, which, batch, max_new_tokens, 0.0, stop_tokens=stop_tokens, on_round=on_round).tokens
+            for which in (drafter, None)
+        )
+        tokens += sum(len(text) for text in alone)
+        different += sum(a != b for a, b in zip(drafted, alone, strict=True))
+    return GreedyCheck(prompts=len(prompts), tokens=tokens, different=different)
 
 
 class _Recorder:
