@@ -140,7 +140,7 @@ def test_prepare_train_evaluate(tiny, no_wheel, tmp_path, monkeypatch, capsys):
         entry = results[f"{domain} at 1"]
         low, high = entry["interval"]
         assert 1 <= low <= entry["tokens_per_round"] <= high <= 5
-        assert len(entry["ece_after"]) == len(entry["auroc"]) == 4
+        assert len(entry["ece_after"]) == len(entry["auroc"]) == training.TrainingPlan().block_size
     drafter, provenance = load_drafter(folder / "drafter", tiny.model)
     assert provenance["evaluation"] == results
     assert [round(t, 4) for t in drafter.sts_temperatures.tolist()] == results["sts"]["temperatures"]
