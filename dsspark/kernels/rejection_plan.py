@@ -29,7 +29,7 @@ class Config:
         block_v: tokens of a row a program reads.
         block_w: likewise where it recomputes q: rows of W2 in a tile, at least 16.
         num_warps: warps a program.
-        product_warps: likewise of the pass that recomputes q: a tile of W2 stays in registers.
+        product_warps: likewise where q is recomputed, for a tile of W2 stays in registers, or found through a map.
     """
 
     block_v: int
@@ -136,6 +136,7 @@ class Plan:
         cell: tokens in a cell of the draw.
         filtered: whether p has filters.
         kind: of the source of q.
+        mapped: whether the ids of its tokens are others than the target's.
         product: its constexprs, RANK and BLOCK_K.
         config: how the work is cut.
     """
@@ -145,6 +146,7 @@ class Plan:
     cell: int
     filtered: bool
     kind: int
+    mapped: bool
     product: dict[str, int]
     config: Config
 
@@ -162,6 +164,12 @@ class Plan:
     @property
     def resample_warps(self) -> int:
         """Warps of `resample_kernel`."""
+        heavy = self.mapped or self.kind == RECOMPUTED.value
+        return self.config.product_warps if heavy else self.config.num_warps
+
+    @property
+    def pick_warps(self) -> int:
+        """Warps of `pick_kernel`."""
         return self.config.product_warps if self.kind == RECOMPUTED.value else self.config.num_warps
 
     @property
