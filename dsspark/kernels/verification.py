@@ -103,6 +103,7 @@ def choose_config(
     converted = not halves and cache_dtype.itemsize == 2
     widest = 16 if not aligned else 64 if halves else 32
     low = not halves and block_m == 16  # fewer warps or stages put 8 or 16 bytes of a thread on the stack
+    deep = low or (halves and _padded_head(head_dim) <= 64)  # so do two stages
     heavy = block_m > 32 if halves else low or converted or block_m * _padded_head(head_dim) > 2048
     shares = target_programs // max(num_requests * kv_heads, 1)
     return Config(
@@ -110,7 +111,7 @@ def choose_config(
         block_n=max(16, min(entries, widest)),
         num_shares=max(1, min(shares, 64, math.ceil(max_context / _MIN_SHARE))),
         num_warps=8 if heavy else 4,
-        num_stages=1 if converted else 3 if low else 2,
+        num_stages=1 if converted else 3 if deep else 2,
     )
 
 
