@@ -38,11 +38,19 @@ class Config:
     product_warps: int = 8
 
 
-def choose_config(vocab_size: int, step: int = 0, weight_bytes: int = 2) -> Config:
-    """Return the configuration for a vocabulary; where q is recomputed, for a product of `step` entries of a row of W2 at once."""
+def choose_config(vocab_size: int, step: int = 0, weight_bytes: int = 2, *, mapped: bool = False) -> Config:
+    """Return the configuration for a vocabulary; where q is recomputed, for a product of `step` entries of a row of W2 at once.
+
+    Rows of W2 that are found through a map have an address each, so that registers hold half as many.
+    """
     lanes = int(triton.next_power_of_2(vocab_size))
     tile = _PRODUCT_BYTES // (max(step, 16) * weight_bytes)
-    return Config(block_v=min(2048, lanes), block_w=max(16, min(128, tile, lanes)))
+    narrow = mapped and step > 0
+    return Config(
+        block_v=min(2048, lanes),
+        block_w=max(16, min(64 if narrow else 128, tile, lanes)),
+        product_warps=4 if narrow else 8,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +131,8 @@ class Source:
     def config(self, vocab_size: int) -> Config:
         """Return the configuration that suits this source."""
         weight_bytes = 2 if self.markov_w2 is None else self.markov_w2.element_size()
-        return choose_config(vocab_size, self.product["BLOCK_K"], weight_bytes)
+        mapped = self.draft_to_target is not None
+        return choose_config(vocab_size, self.product["BLOCK_K"], weight_bytes, mapped=mapped)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ Source = tuple[int, torch.dtype | None, torch.dtype | None, bool]
 def _plan(vocab_size: int, gamma: int = 7, filtered: bool = False, source: Source | None = None) -> Plan:
     kind, _, weights, mapped = source or (POINT.value, None, None, False)
     sizes = {"RANK": 0, "BLOCK_K": 0} if weights is None else product_shape(_RANK, weights, weights)
-    config = choose_config(vocab_size, sizes["BLOCK_K"], 2 if weights is None else weights.itemsize)
+    config = choose_config(vocab_size, sizes["BLOCK_K"], 2 if weights is None else weights.itemsize, mapped=mapped)
     return Plan(
         vocab_size=vocab_size,
         block_size=gamma,
