@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 import pytest
 
@@ -13,6 +14,7 @@ import planted_kernels as planted
 from planted_crash import CRASHING
 
 from dsspark.kernels import compile as aot
+from dsspark.kernels.compile_worker import Job, compile_job
 from dsspark.kernels.inspection import (
     SHARED_LIMITS,
     UNTRACED,
@@ -217,6 +219,20 @@ def test_a_second_run_compiles_nothing(tmp_path):
     assert {path.name for path in found[0][1]} >= {"product_kernel.cubin", "product_kernel.ttir"}
 
 
+@pytest.mark.parametrize(("does", "least", "most"), [("time.sleep(2)", 0, 1), ("subprocess.run(BURN)", 1, 60)])
+def test_seconds_are_of_the_processor_and_count_the_assembler(does, least, most, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    burn = [sys.executable, "-c", "import time\nwhile time.process_time() < 1: pass"]
+    path = tmp_path / f"kernels_{most}.py"
+    path.write_text(f"import subprocess, time\nBURN = {burn!r}\n{does}\n", encoding="utf-8")
+    sizes = {"aligned": (), "wide_loads": (), "num_warps": 4, "num_stages": 2, "arch": "sm_90"}
+    report = compile_job(
+        Job(variant="v", module=path.stem, path=str(path), function="f", signature={}, constexprs={}, **sizes)
+    )
+    assert "has no attribute 'f'" in report.problems[0]
+    assert least <= report.seconds < most
+
+
 def test_amd_resources_are_read_from_the_metadata():
     text = "    .private_segment_fixed_size: 12\n    .vgpr_count:     59\n    .vgpr_spill_count: 3\n"
     assert amd_resources(text) == (59, 12)
@@ -251,7 +267,7 @@ def test_the_command_reports_and_exits(problem, status, monkeypatch, capsys):
         out = capsys.readouterr().out
         assert ("b on sm_90: spills 8 bytes a thread" in out) == bool(problem)
         assert ("bytes a load" in out) == (not words)
-        assert "sm_90: 2 variants in 0 s of compiling, 0 spill" in out
+        assert "sm_90: 2 variants in 0 processor seconds, 0 spill" in out
         assert "2 compiled with Triton" in out
     with pytest.raises(ValueError, match="--jobs: got 0"):
         command("--jobs", "0")

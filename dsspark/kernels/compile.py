@@ -256,7 +256,7 @@ def _print(reports: Sequence[Report], *, brief: bool = False) -> None:
         mine = [report for report in reports if report.arch == arch]
         seconds, spilling = sum(report.seconds for report in mine), sum(1 for report in mine if report.spilled_bytes)
         console.print(
-            f"{arch}: {len(mine)} variants in {seconds:.0f} s of compiling, {spilling} spill", highlight=False
+            f"{arch}: {len(mine)} variants in {seconds:.0f} processor seconds, {spilling} spill", highlight=False
         )
     failed = sum(1 for report in reports if report.problems)
     console.print(f"{len(reports)} compiled with Triton {_triton_version()}, {failed} with a problem", highlight=False)

@@ -47,7 +47,13 @@ def choose_config(block_size: int, dtype: torch.dtype) -> Config:
     """Return the configuration for blocks of gamma drafts and the dtype of h (or z): a tile of h holds 16 KiB."""
     positions = positions_tile(block_size)
     block_d = 16_384 // (positions * dtype.itemsize)
-    return Config(block_r=1, block_d=block_d, block_e=min(256, block_d), block_s=512 // positions)
+    return Config(
+        block_r=1,
+        block_d=block_d,
+        block_e=min(256, block_d),
+        block_s=512 // positions,
+        num_warps=8 if positions > 16 else 4,  # four put 8 bytes of a thread on the stack
+    )
 
 
 @triton.jit

@@ -36,6 +36,7 @@ class Config:
         block_j: entries of each latent it forms, at least 16.
         block_k: factors of a sum it reads at once, at least 32; half as many of the float32 state of an RNN head.
         num_warps: warps a program.
+        pick_warps: warps a program that draws.
     """
 
     block_v: int
@@ -45,6 +46,7 @@ class Config:
     block_j: int = 16
     block_k: int = 32
     num_warps: int = 4
+    pick_warps: int = 4
 
 
 def choose_config(
@@ -80,7 +82,15 @@ def choose_config(
             pick_rows,
             max(1, min(_PICK_LANES // lanes, _PICK_FACTORS // (lanes * product["BLOCK_K"]), MOST_PRODUCT_ROWS)),
         )
-    return Config(block_v=block_v, block_r=block_r, pick_rows=int(pick_rows), block_k=64 if halves else 32)
+    # What more than one row has, or 64 KiB of W2, is too much for the registers of four warps.
+    heavy = pick_rows > 1 or (product is not None and not keep_logits and lanes * product["BLOCK_K"] >= _PICK_FACTORS)
+    return Config(
+        block_v=block_v,
+        block_r=block_r,
+        pick_rows=int(pick_rows),
+        block_k=64 if halves else 32,
+        pick_warps=8 if heavy else 4,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +120,10 @@ class Work:
     @property
     def vanilla(self) -> bool:
         return self.head is not None and self.head.kind == "vanilla"
+
+    def warps(self, kernel: Any) -> int:
+        """Return the warps of a program of one of the kernels."""
+        return self.config.pick_warps if kernel is pick_kernel else self.config.num_warps
 
     @property
     def num_rows(self) -> int:

@@ -57,7 +57,7 @@ class Report:
         shared_bytes: of shared memory a program.
         loads: for each pointer argument, how many load instructions there are of each width in bytes.
         problems: why `python -m dsspark compile` exits with 1; empty if all is well.
-        seconds: compile time.
+        seconds: of a processor that compiling took, the assembler's included.
     """
 
     variant: str

@@ -116,7 +116,7 @@ def _block_variants(
             wide = ("base_ptr", "w2_ptr") if vocab_size % 16 == 0 else ()
         else:
             what = f"pick/{ {None: 'parallel', 'vanilla': 'vanilla'}.get(kind, 'other') }{kept}{ids}"
-        name, values, warps = f"markov/{what}-{sizes}", _UNSPECIALISED[kernel], work.config.num_warps
+        name, values, warps = f"markov/{what}-{sizes}", _UNSPECIALISED[kernel], work.warps(kernel)
         found[name] = describe(name, kernel, arguments, constants, values=values, wide_loads=wide, num_warps=warps)
     return found
 
@@ -186,5 +186,5 @@ def draft_block(
         config=config,
     )
     for kernel, grid, arguments, constants in launches(work):
-        launch(kernel, grid, *arguments, **constants, num_warps=work.config.num_warps)
+        launch(kernel, grid, *arguments, **constants, num_warps=work.warps(kernel))
     return _result(work, keep_logits)

@@ -138,7 +138,7 @@ def _draw(
         *(num_requests, plan.block_size, *sizes, *final.stride()),
         **shape,
         INTERPRETED=interpreted(pick_kernel),
-        num_warps=plan.config.num_warps,
+        num_warps=plan.pick_warps,
     )
 
 
@@ -175,6 +175,7 @@ def verify(
         cell=cell,
         filtered=filters is not None,
         kind=source.kind,
+        mapped=source.draft_to_target is not None,
         product=source.product,
         config=config or source.config(vocab_size),
     )

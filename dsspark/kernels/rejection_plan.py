@@ -29,7 +29,7 @@ class Config:
         block_v: tokens of a row a program reads.
         block_w: likewise where it recomputes q: rows of W2 in a tile, at least 16.
         num_warps: warps a program.
-        product_warps: likewise of the pass that recomputes q: a tile of W2 stays in registers.
+        product_warps: likewise where q is recomputed, for a tile of W2 stays in registers, or found through a map.
     """
 
     block_v: int
@@ -38,11 +38,19 @@ class Config:
     product_warps: int = 8
 
 
-def choose_config(vocab_size: int, step: int = 0, weight_bytes: int = 2) -> Config:
-    """Return the configuration for a vocabulary; where q is recomputed, for a product of `step` entries of a row of W2 at once."""
+def choose_config(vocab_size: int, step: int = 0, weight_bytes: int = 2, *, mapped: bool = False) -> Config:
+    """Return the configuration for a vocabulary; where q is recomputed, for a product of `step` entries of a row of W2 at once.
+
+    Rows of W2 that are found through a map have an address each, so that registers hold half as many.
+    """
     lanes = int(triton.next_power_of_2(vocab_size))
     tile = _PRODUCT_BYTES // (max(step, 16) * weight_bytes)
-    return Config(block_v=min(2048, lanes), block_w=max(16, min(128, tile, lanes)))
+    narrow = mapped and step > 0
+    return Config(
+        block_v=min(2048, lanes),
+        block_w=max(16, min(64 if narrow else 128, tile, lanes)),
+        product_warps=4 if narrow else 8,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +131,8 @@ class Source:
     def config(self, vocab_size: int) -> Config:
         """Return the configuration that suits this source."""
         weight_bytes = 2 if self.markov_w2 is None else self.markov_w2.element_size()
-        return choose_config(vocab_size, self.product["BLOCK_K"], weight_bytes)
+        mapped = self.draft_to_target is not None
+        return choose_config(vocab_size, self.product["BLOCK_K"], weight_bytes, mapped=mapped)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +145,7 @@ class Plan:
         cell: tokens in a cell of the draw.
         filtered: whether p has filters.
         kind: of the source of q.
+        mapped: whether the ids of its tokens are others than the target's.
         product: its constexprs, RANK and BLOCK_K.
         config: how the work is cut.
     """
@@ -145,6 +155,7 @@ class Plan:
     cell: int
     filtered: bool
     kind: int
+    mapped: bool
     product: dict[str, int]
     config: Config
 
@@ -162,6 +173,12 @@ class Plan:
     @property
     def resample_warps(self) -> int:
         """Warps of `resample_kernel`."""
+        heavy = self.mapped or self.kind == RECOMPUTED.value
+        return self.config.product_warps if heavy else self.config.num_warps
+
+    @property
+    def pick_warps(self) -> int:
+        """Warps of `pick_kernel`."""
         return self.config.product_warps if self.kind == RECOMPUTED.value else self.config.num_warps
 
     @property

@@ -39,15 +39,16 @@ Source = tuple[int, torch.dtype | None, torch.dtype | None, bool]
 
 
 def _plan(vocab_size: int, gamma: int = 7, filtered: bool = False, source: Source | None = None) -> Plan:
-    kind, _, weights, _ = source or (POINT.value, None, None, False)
+    kind, _, weights, mapped = source or (POINT.value, None, None, False)
     sizes = {"RANK": 0, "BLOCK_K": 0} if weights is None else product_shape(_RANK, weights, weights)
-    config = choose_config(vocab_size, sizes["BLOCK_K"], 2 if weights is None else weights.itemsize)
+    config = choose_config(vocab_size, sizes["BLOCK_K"], 2 if weights is None else weights.itemsize, mapped=mapped)
     return Plan(
         vocab_size=vocab_size,
         block_size=gamma,
         cell=CELL,
         filtered=filtered,
         kind=kind,
+        mapped=mapped,
         product=sizes,
         config=config,
     )
@@ -162,7 +163,7 @@ def _pick(dtype: torch.dtype, source: Source, vocab_size: int, filtered: bool, g
         | dict.fromkeys(("first_ptr", "second_ptr", "uniforms_ptr"), torch.float32)
         | _RESULTS,
         {**plan.pick(), "INTERPRETED": False},
-        plan.config.num_warps,
+        plan.pick_warps,
         ones=("stride_le", "stride_we"),
         aligned=(*_PRODUCT_MULTIPLES, *(("latent_ptr", "w2_ptr") if source[2] else ())),
     )

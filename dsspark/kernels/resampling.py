@@ -197,7 +197,7 @@ def chunk_draft_probs(
                 *(w2_ptr, tl.reshape(draft_id * stride_wv, [LANES]), tl.reshape(mask, [LANES]), stride_we),
                 *(rank, RANK, BLOCK_K, INTERPRETED),
             )
-            y = tl.sum(tl.where((offs == 0)[:, None], y, 0.0), axis=0)[None, :]
+            y = tl.sum(tl.where((offs == 0)[:, None, None], tl.reshape(y, [_PRODUCT_ROWS, 1, LANES]), 0.0), axis=0)
     return draft_probs(y, mask, token, drafted[:, None], point[:, None], top[:, None], total[:, None], rate[:, None])
 
 

@@ -53,7 +53,7 @@ class Config:
         block_n: positions of the context at once, at least 16.
         num_shares: programs along the context.
         block_c: rows a program of the combining launch.
-        num_warps: warps a program.
+        num_warps: warps a program of the first launch.
         num_stages: software pipelining of the loop over the context.
     """
 
@@ -102,20 +102,26 @@ def choose_config(
     # converted before such a product no shared memory.
     converted = not halves and cache_dtype.itemsize == 2
     widest = 16 if not aligned else 64 if halves else 32
-    heavy = block_m > 32 if halves else converted or block_m * _padded_head(head_dim) > 2048
-    wide = not halves and _padded_head(head_dim) > 128  # two stages put 8 bytes of a thread on the stack, three none
+    low = not halves and block_m == 16  # fewer warps or stages put 8 or 16 bytes of a thread on the stack
+    deep = low or (halves and _padded_head(head_dim) <= 64)  # so do two stages
+    heavy = block_m > 32 if halves else low or converted or block_m * _padded_head(head_dim) > 2048
     shares = target_programs // max(num_requests * kv_heads, 1)
     return Config(
         block_m=block_m,
         block_n=max(16, min(entries, widest)),
         num_shares=max(1, min(shares, 64, math.ceil(max_context / _MIN_SHARE))),
         num_warps=8 if heavy else 4,
-        num_stages=1 if converted else 3 if wide else 2,
+        num_stages=1 if converted else 3 if deep else 2,
     )
 
 
 def _padded_head(head_dim: int) -> int:
     return max(16, int(triton.next_power_of_2(head_dim)))
+
+
+def _combine_warps(head_dim: int) -> int:
+    """Return the warps of the combining launch: a thread has at most 8 entries at once."""
+    return 8 if _padded_head(head_dim) > 128 else 4
 
 
 def _halves(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
@@ -258,7 +264,7 @@ def _combine_variant(dtype: torch.dtype, head_dim: int) -> Variant:
         },
         aligned=("partial_ptr", "out_ptr"),
         wide_loads=("partial_ptr",),
-        num_warps=config.num_warps,
+        num_warps=_combine_warps(head_dim),
     )
 
 
@@ -317,7 +323,7 @@ def _combine(partial: Tensor, stats: Tensor, batch: PackedBatch, out: Tensor, co
         BLOCK_D=_padded_head(head_dim),
         BLOCK_C=config.block_c,
         INTERPRETED=interpreted(combine_kernel),
-        num_warps=config.num_warps,
+        num_warps=_combine_warps(head_dim),
     )
 
 
