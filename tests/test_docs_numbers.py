@@ -160,3 +160,17 @@ def test_sharded_vocabularies_quote_the_computed_bytes():
     assert len(quoted) == 7
     for line in quoted:
         assert line in comparison(default_sizes())
+
+
+def test_smollm2s_figures():
+    found = results.load(results.RESULTS / "smollm2" / "demo.json")["domains"]
+    quoted = {domain: f"{entry['median_speedup']:.2f}" for domain, entry in found.items()}
+    text = " ".join(README.split())
+    assert f"{quoted['math']} times plain decoding of the same model on math" in text
+    assert f"{quoted['code']} on code, {quoted['chat']} on chat" in text
+    assert {entry["chats"] for entry in found.values()} == {7}
+    assert f"the slowest pair of all {min(entry['worst_speedup'] for entry in found.values()):.2f}" in text
+    rounds = results.load(results.SMOLLM2)["provenance"]["evaluation"]
+    greedy = [rounds[f"{domain} at 0"] for domain in ("math", "code", "chat")]
+    same, chats = (sum(entry[name] for entry in greedy) for name in ("texts_equal_to_plain", "chats"))
+    assert f"{same} of {chats} chats" in text

@@ -57,6 +57,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "calibration": results.calibration_table,
     "training": results.training_table,
     "effects": results.effects_table,
+    "smollm2 rounds": results.smollm2_rounds_table,
+    "smollm2 speed": results.smollm2_speed_table,
 }
 
 

@@ -14,6 +14,7 @@ from docs.builder.sources import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 PROVENANCE = ROOT / "dsspark" / "weights" / "provenance.json"
+SMOLLM2 = ROOT / "dsspark" / "weights" / "smollm2" / "config.json"
 NOT_YET = "Not yet measured on a GPU"
 
 Record = dict[str, Any]
@@ -114,6 +115,40 @@ def training_table() -> str:
         "time": f"{sum(facts['minutes'].values()):.0f} minutes on {machine['cores']} cores (torch {machine['torch']})",
     }
     return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {text} |" for name, text in rows.items())])
+
+
+def smollm2_rounds_table() -> str:
+    """Return what the drafter shipped for SmolLM2 does on held-out chats as a Markdown table."""
+    facts = load(SMOLLM2)["provenance"]["evaluation"]
+    lines = [
+        "| chats | temperature | tokens a round | acceptance of draft 1, 2, ... given those before | texts equal to the target's own |",
+        "| --- | ---: | ---: | --- | ---: |",
+    ]
+    for name, found in facts.items():
+        if " at " not in name:
+            continue
+        domain, temperature = name.split(" at ")
+        low, high = found["interval"]
+        same = f"{found['texts_equal_to_plain']} of {found['chats']}" if "texts_equal_to_plain" in found else "same law"
+        shares = ", ".join(f"{100 * value:.0f} %" for value in found["conditional_acceptance"])
+        lines.append(
+            f"| {domain} | {temperature} | {found['tokens_per_round']:.2f} [{low:.2f}, {high:.2f}] | {shares} | {same} |"
+        )
+    return "\n".join(lines)
+
+
+def smollm2_speed_table() -> str:
+    """Return the wall-clock of SmolLM2's demo as a Markdown table."""
+    lines = [
+        "| chats | tokens a round | plain, tokens/s | drafted, tokens/s | speed-up, median | worst |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for domain, found in load(RESULTS / "smollm2" / "demo.json")["domains"].items():
+        lines.append(
+            f"| {domain} ({found['chats']}) | {found['tokens_per_round']:.2f} | {found['plain_tokens_per_second']:.1f} | "
+            f"{found['drafted_tokens_per_second']:.1f} | {found['median_speedup']:.2f} | {found['worst_speedup']:.2f} |"
+        )
+    return "\n".join(lines)
 
 
 def acceptance(domain: str) -> list[tuple[str, list[tuple[float, float]]]]:

@@ -128,6 +128,7 @@ def _draw(
         **shape,
         INTERPRETED=interpreted(resample_kernel),
         num_warps=plan.resample_warps,
+        num_stages=plan.config.product_stages,
     )
     shape = plan.pick()
     launch(

@@ -30,26 +30,33 @@ class Config:
         block_w: likewise where it recomputes q: rows of W2 in a tile, at least 16.
         num_warps: warps a program.
         product_warps: likewise where q is recomputed, for a tile of W2 stays in registers, or found through a map.
+        product_stages: stages of the loop over the entries of a row of W2.
     """
 
     block_v: int
     block_w: int
     num_warps: int = 4
     product_warps: int = 8
+    product_stages: int = 2
 
 
-def choose_config(vocab_size: int, step: int = 0, weight_bytes: int = 2, *, mapped: bool = False) -> Config:
+def choose_config(
+    vocab_size: int, step: int = 0, weight_bytes: int = 2, logit_bytes: int = 2, *, mapped: bool = False
+) -> Config:
     """Return the configuration for a vocabulary; where q is recomputed, for a product of `step` entries of a row of W2 at once.
 
-    Rows of W2 that are found through a map have an address each, so that registers hold half as many.
+    Rows of W2 that are found through a map have an address each, and those that are wider than the logits are laid out twice, so that
+    registers hold half as many. For the latter, with two stages, Triton 3.6 puts bytes of a thread on the stack.
     """
     lanes = int(triton.next_power_of_2(vocab_size))
     tile = _PRODUCT_BYTES // (max(step, 16) * weight_bytes)
-    narrow = mapped and step > 0
+    wider = step > 0 and weight_bytes > logit_bytes
+    narrow = wider or (mapped and step > 0)
     return Config(
         block_v=min(2048, lanes),
         block_w=max(16, min(64 if narrow else 128, tile, lanes)),
         product_warps=4 if narrow else 8,
+        product_stages=3 if wider else 2,
     )
 
 
@@ -132,7 +139,8 @@ class Source:
         """Return the configuration that suits this source."""
         weight_bytes = 2 if self.markov_w2 is None else self.markov_w2.element_size()
         mapped = self.draft_to_target is not None
-        return choose_config(vocab_size, self.product["BLOCK_K"], weight_bytes, mapped=mapped)
+        logit_bytes = 2 if self.logits is None else self.logits.element_size()
+        return choose_config(vocab_size, self.product["BLOCK_K"], weight_bytes, logit_bytes, mapped=mapped)
 
 
 @dataclass(frozen=True, kw_only=True)

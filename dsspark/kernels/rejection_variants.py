@@ -39,9 +39,10 @@ Source = tuple[int, torch.dtype | None, torch.dtype | None, bool]
 
 
 def _plan(vocab_size: int, gamma: int = 7, filtered: bool = False, source: Source | None = None) -> Plan:
-    kind, _, weights, mapped = source or (POINT.value, None, None, False)
+    kind, logits, weights, mapped = source or (POINT.value, None, None, False)
     sizes = {"RANK": 0, "BLOCK_K": 0} if weights is None else product_shape(_RANK, weights, weights)
-    config = choose_config(vocab_size, sizes["BLOCK_K"], 2 if weights is None else weights.itemsize, mapped=mapped)
+    weight_bytes, logit_bytes = (2 if dtype is None else dtype.itemsize for dtype in (weights, logits))
+    config = choose_config(vocab_size, sizes["BLOCK_K"], weight_bytes, logit_bytes, mapped=mapped)
     return Plan(
         vocab_size=vocab_size,
         block_size=gamma,
@@ -61,6 +62,7 @@ def _variant(
     constexprs: Mapping[str, Any],
     num_warps: int,
     *,
+    num_stages: int = 2,
     ones: tuple[str, ...] = (),
     aligned: tuple[str, ...] = (),
     wide: tuple[str, ...] = (),
@@ -78,6 +80,7 @@ def _variant(
         aligned=aligned,
         wide_loads=wide,
         num_warps=num_warps,
+        num_stages=num_stages,
     )
 
 
@@ -148,6 +151,7 @@ def _resample(dtype: torch.dtype, source: Source, vocab_size: int, filtered: boo
         | dict.fromkeys(("first_ptr", "second_ptr"), torch.float32),
         {**plan.resample(), "INTERPRETED": False},
         plan.resample_warps,
+        num_stages=plan.config.product_stages,
         ones=("stride_tv", "stride_dv", "stride_le", "stride_we"),
         aligned=tuple(multiples),
         wide=tuple(wide) if aligned else (),
