@@ -17,7 +17,7 @@ ifeq ($(shell uname -s),Linux)
 COMPILE_QUICKLY := compile-quickly
 endif
 
-.PHONY: setup demo test test-exhaustive lint bench bench-gpu traffic docs train compile compile-quickly compile-old clean
+.PHONY: setup demo test test-exhaustive lint bench bench-gpu traffic docs train compile compile-quickly clean
 
 setup: $(STAMP)
 
@@ -43,10 +43,6 @@ lint: $(STAMP)
 compile-quickly: $(STAMP)
 	$(BIN)/python -m dsspark compile --cache $(KERNELS) --brief --arch sm_90
 	$(BIN)/python -m dsspark compile --cache $(KERNELS) --brief --one-per-kernel --arch sm_80 sm_100 gfx942
-
-# One variant of each kernel for every architecture, with the oldest Triton.
-compile-old: $(OLD_STAMP)
-	$(OLD_VENV)/bin/python -m dsspark compile --cache $(KERNELS) --brief --one-per-kernel
 
 # Every variant for every architecture, with both Tritons.
 compile: $(STAMP) $(OLD_STAMP)

@@ -65,12 +65,6 @@ def any_row(mask):
     return tl.max(mask.to(tl.int32), axis=0) > 0
 
 
-STATISTICS_INTEGERS = (
-    *("num_requests", "block_size", "num_rows", "vocab_size", "num_chunks"),
-    *("stride_tn", "stride_tv", "stride_temperature", "stride_cu"),
-)
-
-
 @triton.jit(
     do_not_specialize=["num_requests", "block_size", "num_rows", "num_chunks", "stride_temperature", "stride_cu"],
     do_not_specialize_on_alignment=["temperature_ptr", "cu_ptr", "num_tokens_ptr", "tops_ptr", "totals_ptr"],

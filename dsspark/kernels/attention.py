@@ -219,9 +219,13 @@ def attention_kernel(
             tl.store(stats_ptr + num_shares.to(tl.int64) * num_rows * heads + offs_cell, total, mask=mask_m)
         else:
             acc = acc / tl.where(total == 0, 1.0, total)[:, None]
-        if not SHARED or start < stop:  # a share nobody sees has no output
-            offs_out = offs_cell[:, None] * HEAD_DIM + offs_d[None, :]
-            _store(out_ptr + offs_out, acc, mask_m[:, None] & mask_d[None, :], INTERPRETED)
+        offs_out = offs_cell[:, None] * HEAD_DIM + offs_d[None, :]
+        mask_out = mask_m[:, None] & mask_d[None, :]
+        # A share nobody sees has no output. A branch takes fewer registers, but of 64 rows Triton 3.6 cannot lower it for sm_100.
+        if SHARED and BLOCK_M == 64:
+            _store(out_ptr + offs_out, acc, mask_out & (start < stop), INTERPRETED)
+        elif not SHARED or start < stop:
+            _store(out_ptr + offs_out, acc, mask_out, INTERPRETED)
 
 
 COMBINE_INTEGERS = ("num_cells", "heads", "num_shares", "stride_id")
