@@ -66,7 +66,7 @@ def force_small_blocks(monkeypatch) -> None:
         draft_plan: drafting,
         filters: lambda *sizes: filters.Config(block_r=64, block_v=16, block_s=64),
         packing: lambda: packing.Config(block_n=4, block_r=2, block_u=4, block_d=4),
-        rejection_plan: lambda *sizes: rejection_plan.Config(block_v=4, block_w=16),
+        rejection_plan: lambda *sizes, **rest: rejection_plan.Config(block_v=4, block_w=16),
         scheduler: lambda *sizes: scheduler.Config(block_sort=0, own_r=2, other_r=2, block_n=4, block_r=2),
         verification: lambda *sizes, **rest: verification.Config(block_m=16, block_n=16, num_shares=2),
     }
