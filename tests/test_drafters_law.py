@@ -248,4 +248,5 @@ def test_smollm2s_drafter_has_the_targets_law_in_the_second_round(monkeypatch):
 def test_smollm2s_drafter_is_caught_when_it_lies(monkeypatch, lie):
     block_size = 2 if lie is _repeats_noise else 1
     made = [make_smollm2(2, 4, block_size=block_size, seed=seed) for seed in range(4)]
+    assert all(exact(monkeypatch, target, drafter, draft_rows=HALF) for target, drafter in made)
     assert not all(exact(monkeypatch, target, liar(lie)(drafter), draft_rows=HALF) for target, drafter in made)

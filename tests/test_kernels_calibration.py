@@ -74,8 +74,8 @@ def test_the_fit_is_the_references(dtype, num_bins, generator, device):
 def test_the_default_grid_and_many_samples(generator, device):
     different = 0
     for true_temperature in (0.7, 2.0):
-        logits, accepted = overconfident(3_000, 2, generator, true_temperature=true_temperature)
-        found = fit_sts(logits.to(device), accepted.to(device), config=Config(block_s=1024))
+        logits, accepted = overconfident(6_000, 3, generator, true_temperature=true_temperature)
+        found = fit_sts(logits.to(device), accepted.to(device), config=Config(block_s=2048))
         different += assert_fits_alike(found, logits.to(device), accepted.to(device), 20, None)
     assert different <= 1
 

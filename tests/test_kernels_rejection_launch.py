@@ -45,13 +45,14 @@ def large_round(dtype, kind, vocab, gamma=7):
     numbers, temperature = torch.zeros(2, gamma), torch.ones(2)
     fields = {"row_max": numbers, "row_sum": numbers, "temperature": temperature, "token_probs": numbers}
     logits = torch.zeros(2, gamma, vocab, dtype=dtype)
-    mapped = {"draft_to_target": torch.arange(vocab)} if kind == "mapped" else {}
+    mapped = {"draft_to_target": torch.arange(vocab)} if "mapped" in kind else {}
     if kind in ("stored", "mapped"):
         draft = DraftBlock(tokens=tokens, logits=logits, **fields, **mapped)
-    elif kind == "recomputed":
-        w2 = torch.zeros(vocab, 256, dtype=dtype)
-        latent = torch.zeros(2, gamma, 256, dtype=dtype)
-        draft = DraftBlock(tokens=tokens, base_logits=logits, latent=latent, markov_w2=w2, **fields)
+    elif kind.startswith("recomputed"):
+        head = torch.float32 if "float32" in kind else dtype
+        w2 = torch.zeros(vocab, 256, dtype=head)
+        latent = torch.zeros(2, gamma, 256, dtype=head)
+        draft = DraftBlock(tokens=tokens, base_logits=logits, latent=latent, markov_w2=w2, **fields, **mapped)
     else:
         draft = DraftBlock.point(tokens)
     zeros = torch.zeros(2, dtype=torch.int64)
@@ -71,7 +72,7 @@ def test_every_launch_is_one_of_the_variants(dtype, launches, monkeypatch):
     for kind in ("stored", "mapped", "recomputed", "point"):
         verify(*large_round(dtype, kind, LARGE))
     if dtype == torch.bfloat16:
-        for kind in ("stored", "mapped", "recomputed", "point"):
+        for kind in ("stored", "mapped", "recomputed", "recomputed float32", "recomputed mapped", "point"):
             verify(*large_round(dtype, kind, LARGE), filters=Filters(top_k=2))
         for vocab in (128_256, 32_000, 50_257):
             verify(*large_round(dtype, "stored", vocab))

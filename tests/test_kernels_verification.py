@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from unittest import mock
 
@@ -12,7 +13,7 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from test_verification import CASES, GAMMA, HEAD_DIM, LENGTHS, dense_attention, inputs, paged
 
-from benchmarks.traffic import count_traffic
+from benchmarks.traffic import OTHER, count_traffic
 from dsspark.kernels import packing, verification
 from dsspark.kernels.launch import interpreted
 from dsspark.kernels.verification import Config, choose_config, pack, ragged_attention, unpack
@@ -271,6 +272,18 @@ def test_pages_are_read_once_a_request_and_only_those_it_has(config, generator):
     assert traffic.read["query"] == query.nbytes * config.num_shares
     if config.num_shares == 1:
         assert traffic.total < 1.6 * (query.nbytes * 2 + 2 * traffic.read["keys"])
+
+
+@pytest.mark.skipif(not interpreted(packing.pack_kernel), reason="counts what the interpreter touches")
+@pytest.mark.parametrize("block_m", [16, 64])
+def test_a_share_nobody_sees_writes_no_output(block_m, generator):
+    """18 positions are two blocks of 16, so that of three shares the last has none; with 64 rows that is a mask, with fewer a branch."""
+    query, *rest = paged([3], [18], generator, dtype=torch.float32)
+    with count_traffic(query=query) as traffic:
+        out = ragged_attention(query, *rest, config=dataclasses.replace(SHARED, block_m=block_m))
+    torch.testing.assert_close(out, reference.ragged_attention(query, *rest))
+    shares, seen, (rows, heads, head_dim) = SHARED.num_shares, 2, query.shape
+    assert traffic.written[OTHER] == 4 * rows * heads * (seen * head_dim + 2 * shares + head_dim)
 
 
 def test_choose_config_fills_the_device_and_fits_the_heads():

@@ -61,6 +61,15 @@ def test_gradients_and_other_types_take_the_plain_path(layer, packed_products):
     x = torch.randn(4, 96, requires_grad=True)
     layer(x).sum().backward()
     torch.testing.assert_close(x.grad, layer.weight.sum(dim=0).expand(4, 96))
+    layer.bias.requires_grad_(True)
+    layer(torch.randn(4, 96)).sum().backward()
+    assert layer.bias.grad.tolist() == [4.0] * 80
+    layer.bias.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(4, 96)).dtype == torch.bfloat16
+    with torch.inference_mode():
+        made = pack_linears(nn.Linear(96, 80).requires_grad_(False))
+        torch.testing.assert_close(made(x), F.linear(x, made.weight, made.bias))
     assert layer.double()(torch.randn(4, 96, dtype=torch.float64)).dtype == torch.float64
     assert packed_products == []
 

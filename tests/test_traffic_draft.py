@@ -19,13 +19,12 @@ from dsspark.numerics import CELL
 
 pytestmark = pytest.mark.skipif(not interpreted(statistics_kernel), reason="counts what the interpreter moves")
 
-VOCAB_SIZE, RANK, HALF = 8_192, 256, 2
-"""Dozens of tiles. The floor is taken for this many tokens, and every count but the picked cell's grows with them alone."""
+VOCAB_SIZE, RANK, HALF = 32_768, 256, 2
 # Of the plan's 7 positions one or two are drafted: each moves the same bytes, and the floor is taken for as many.
 
 
 def count(num_requests, gamma, keep_logits, generator, kind="vanilla", **changed):
-    """Draft a block with a real rank; return the traffic by tensor and the result."""
+    """Draft a block with real sizes; return the traffic by tensor and the result."""
     base = torch.randn(num_requests, gamma, VOCAB_SIZE, generator=generator).to(torch.bfloat16)
     head = None
     named = {"u": base}

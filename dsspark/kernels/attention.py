@@ -223,7 +223,8 @@ def attention_kernel(
         mask_out = mask_m[:, None] & mask_d[None, :]
         # A share nobody sees has no output. A branch takes fewer registers, but of 64 rows Triton 3.6 cannot lower it for sm_100.
         if SHARED and BLOCK_M == 64:
-            _store(out_ptr + offs_out, acc, mask_out & (start < stop), INTERPRETED)
+            there = (tl.zeros((BLOCK_M,), tl.int32) + start < stop)[:, None]
+            _store(out_ptr + offs_out, acc, mask_out & there, INTERPRETED)
         elif not SHARED or start < stop:
             _store(out_ptr + offs_out, acc, mask_out, INTERPRETED)
 

@@ -20,8 +20,8 @@ EXPECTED_ROWS = 4
 class PackedLinear(nn.Linear):
     """A float32 linear layer on the CPU that also keeps its weight packed; made by `pack_linears`.
 
-    Equal to `nn.Linear` up to float rounding. Where a gradient is asked for, and for other types or devices, it is `nn.Linear`. A weight
-    that was written to is packed again.
+    Equal to `nn.Linear` up to float rounding. Where a gradient is asked for, for other types or devices, under autocast, and for a weight
+    made in inference mode it is `nn.Linear`. A weight that was written to is packed again.
     """
 
     _packed: Tensor | None = None
@@ -30,12 +30,12 @@ class PackedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight.T + bias, [..., out_features]."""
         weight = self.weight
-        differentiable = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+        tensors = [tensor for tensor in (input, weight, self.bias) if tensor is not None]
         if (
-            differentiable
-            or input.dtype != torch.float32
-            or weight.dtype != torch.float32
-            or weight.device.type != "cpu"
+            any(tensor.dtype != torch.float32 or tensor.device.type != "cpu" for tensor in tensors)
+            or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+            or torch.is_autocast_enabled("cpu")
+            or weight.is_inference()  # has no version to see a change by
         ):
             return super().forward(input)
         version = (weight.data_ptr(), weight._version)
