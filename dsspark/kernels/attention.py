@@ -34,6 +34,17 @@ def _store(pointers, x, mask, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def _store_seen(pointers, x, mask, start, stop, BLOCK_M: tl.constexpr, SHARED: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Store an output unless it is of a share start .. stop that nobody sees."""
+    # A branch takes fewer registers than a mask, but of 64 rows Triton 3.6 cannot lower it for sm_100.
+    if SHARED and BLOCK_M == 64:
+        there = (tl.zeros((BLOCK_M,), tl.int32) + start < stop)[:, None]
+        _store(pointers, x, mask & there, INTERPRETED)
+    elif not SHARED or start < stop:
+        _store(pointers, x, mask, INTERPRETED)
+
+
+@triton.jit
 def _online_softmax(scores, top, total, acc):
     """Return weights, new maximum, and the running sum and output rescaled to it; rows that see nothing stay empty."""
     new_top = tl.maximum(top, tl.max(scores, axis=1))
@@ -219,14 +230,8 @@ def attention_kernel(
             tl.store(stats_ptr + num_shares.to(tl.int64) * num_rows * heads + offs_cell, total, mask=mask_m)
         else:
             acc = acc / tl.where(total == 0, 1.0, total)[:, None]
-        offs_out = offs_cell[:, None] * HEAD_DIM + offs_d[None, :]
-        mask_out = mask_m[:, None] & mask_d[None, :]
-        # A share nobody sees has no output. A branch takes fewer registers, but of 64 rows Triton 3.6 cannot lower it for sm_100.
-        if SHARED and BLOCK_M == 64:
-            there = (tl.zeros((BLOCK_M,), tl.int32) + start < stop)[:, None]
-            _store(out_ptr + offs_out, acc, mask_out & there, INTERPRETED)
-        elif not SHARED or start < stop:
-            _store(out_ptr + offs_out, acc, mask_out, INTERPRETED)
+        pointers = out_ptr + offs_cell[:, None] * HEAD_DIM + offs_d[None, :]
+        _store_seen(pointers, acc, mask_m[:, None] & mask_d[None, :], start, stop, BLOCK_M, SHARED, INTERPRETED)
 
 
 COMBINE_INTEGERS = ("num_cells", "heads", "num_shares", "stride_id")
