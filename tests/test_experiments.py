@@ -152,6 +152,44 @@ def test_an_interrupted_study_goes_on_and_draws_its_figures(target, streams, tmp
         run.run_experiments(target, tmp_path, dataclasses.replace(TINY, prompts=2), console=QUIET)
 
 
+def test_processes_share_the_drafters_and_the_last_one_times_them(tmp_path, monkeypatch):
+    """While the first drafter trains, a second start takes all others, leaves that one alone, and measures no latencies."""
+    order, timed, written = [], [], []
+
+    def run_one(target, pool, exam, out, study, spec, seed, console):
+        order.append((spec, seed))
+        if len(order) == 1:
+            run.run_experiments(None, out, study, console=QUIET)
+            assert order[1:] == list(study.runs[1:])
+            assert not timed
+        run._write(run._file(out, spec, seed), {})
+
+    for name, stand_in in (
+        ("load_streams", lambda *, held_out: None),
+        ("observe_pool", lambda *_: None),
+        ("Exam", lambda *_: None),
+        ("_run_one", run_one),
+        ("time_drafters", lambda *_: timed.append(len(order)) or {}),
+        ("write_results", lambda out, study: written.append(len(list((out / "runs").glob("*.json"))))),
+    ):
+        monkeypatch.setattr(run, name, stand_in)
+    run.run_experiments(None, tmp_path, TINY, console=QUIET)
+    assert order == list(TINY.runs)
+    assert timed == [len(TINY.runs)]
+    assert written == [len(TINY.runs) - 1, len(TINY.runs)]
+
+
+def test_a_claim_ends_when_its_drafter_fails(tmp_path):
+    with pytest.raises(ZeroDivisionError), run._claimed(tmp_path, DSPARK, 0) as claimed:
+        assert 1 / (not claimed)
+    with (
+        run._claimed(tmp_path, DSPARK, 0) as first,
+        run._claimed(tmp_path, DSPARK, 0) as second,
+        run._claimed(tmp_path, DSPARK, 1) as other,
+    ):
+        assert (first, second, other) == (True, False, True)
+
+
 def test_the_command_names_its_study(monkeypatch, tmp_path):
     """--reduced takes the reduced study, and its absence the full one; the page is written beside the results."""
     asked = []

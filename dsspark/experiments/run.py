@@ -1,9 +1,11 @@
-"""Train and measure every drafter of a study, one after the other; what is finished is kept, and a second start goes on from there."""
+"""Train and measure every drafter of a study; what is finished is kept, a second start goes on from there, and several starts share."""
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from dsspark.experiments.fit import fit_drafter, new_drafter, observe_pool
 from dsspark.experiments.measure import Exam, measure_drafter
 from dsspark.experiments.plan import Spec, Study, lengths
 from dsspark.experiments.results import Json, Runs, assemble, tokens_per_round
+from dsspark.models.drafter import TeacherTexts
 from dsspark.models.target import TargetLM
 from dsspark.training.corpus import DOMAINS, held_out_prompts
 from dsspark.training.evaluate import encode
@@ -27,6 +30,9 @@ def run_experiments(
     target: TargetLM, out: Path | str, study: Study, *, again: bool = False, console: Console | None = None
 ) -> dict[str, Json]:
     """Run a study and return its results by name; they are also written to `out/results`.
+
+    Processes with the same `out` share the drafters: each trains one that no other is at, and the one that ends last measures latencies
+    and has all results.
 
     Args:
         target: frozen.
@@ -45,18 +51,44 @@ def run_experiments(
         console.print(f"{len(missing)} of {len(study.runs)} drafters to train; reading texts ...")
         pool, exam = observe_pool(target, load_streams(held_out=False), study), Exam(target, study)
         for spec, seed in missing:
-            checkpoint = out / "checkpoints" / f"{spec.key}_s{seed}.pt"
-            drafter, history = fit_drafter(target, pool, spec, study, seed, checkpoint, console)
-            measured = measure_drafter(exam, spec, drafter, seed)
-            run = _facts(spec, seed, history, sum(p.numel() for p in drafter.parameters())) | measured
-            _write(_file(out, spec, seed), run)
-            checkpoint.unlink()  # the measurement is what is kept
-            shown = ", ".join(f"{d} {tokens_per_round(run['rounds'][d]['1']):.2f}" for d in DOMAINS)
-            console.print(f"{spec.key}, seed {seed}: tokens a round at temperature 1: {shown}")
+            with _claimed(out, spec, seed) as claimed:
+                if claimed and not _file(out, spec, seed).exists():
+                    _run_one(target, pool, exam, out, study, spec, seed, console)
     timings = out / "latency.json"
-    if again or not timings.exists():
+    unfinished = sum(not _file(out, spec, seed).exists() for spec, seed in study.runs)
+    if unfinished:
+        console.print(f"{unfinished} drafters are still being trained by another process, which will have all results")
+    elif again or not timings.exists():
         _write(timings, time_drafters(target, study))
     return write_results(out, study)
+
+
+def _run_one(
+    target: TargetLM, pool: TeacherTexts, exam: Exam, out: Path, study: Study, spec: Spec, seed: int, console: Console
+) -> None:
+    """Train and measure one drafter and keep the measurement."""
+    checkpoint = out / "checkpoints" / f"{spec.key}_s{seed}.pt"
+    drafter, history = fit_drafter(target, pool, spec, study, seed, checkpoint, console)
+    measured = measure_drafter(exam, spec, drafter, seed)
+    run = _facts(spec, seed, history, sum(p.numel() for p in drafter.parameters())) | measured
+    _write(_file(out, spec, seed), run)
+    checkpoint.unlink()  # the measurement is what is kept
+    shown = ", ".join(f"{d} {tokens_per_round(run['rounds'][d]['1']):.2f}" for d in DOMAINS)
+    console.print(f"{spec.key}, seed {seed}: tokens a round at temperature 1: {shown}")
+
+
+@contextmanager
+def _claimed(out: Path, spec: Spec, seed: int) -> Iterator[bool]:
+    """Say whether this process may train the drafter: no other is at it. A claim ends with its process, however that ends."""
+    path = out / "claims" / f"{spec.key}_s{seed}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def write_results(out: Path, study: Study) -> dict[str, Json]:
