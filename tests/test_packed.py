@@ -74,6 +74,18 @@ def test_gradients_and_other_types_take_the_plain_path(layer, packed_products):
     assert packed_products == []
 
 
+def test_coarse_products_take_the_plain_path_and_leave_exact_ones_alone(layer, packed_products):
+    x = torch.randn(5, 96)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert not packed_products
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias), rtol=1e-5, atol=1e-5)
+    assert packed_products == [(5, 96)]
+
+
 def test_copies_and_state_are_those_of_a_linear_layer(layer):
     x = torch.randn(4, 96)
     want = layer(x)

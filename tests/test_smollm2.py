@@ -17,6 +17,7 @@ from dsspark.reference.losses import l1_distance
 from dsspark.serving.policies import FixedLength
 from dsspark.smollm2 import blocks as blocks_module
 from dsspark.smollm2 import generation, training
+from dsspark.smollm2 import prompts as prompts_module
 from dsspark.smollm2.blocks import block_losses, greedy_rounds, make_blocks
 from dsspark.smollm2.drafter import SmolLM2Drafter, drafter_config, load_drafter, save_drafter
 from dsspark.smollm2.generation import Answer, answer, load_answers, save_answers
@@ -77,6 +78,27 @@ def test_what_is_kept_of_an_answer_is_what_a_pass_over_it_gives(tiny, answers):
         assert (output.logits[0, first:].argmax(-1) == found.tokens[found.prompt_length :]).all()
 
 
+def test_the_cache_grows_and_the_model_gets_its_attention_back(tiny, answers, monkeypatch):
+    before = tiny.model.config._attn_implementation
+    monkeypatch.setattr(generation, "COLUMNS", 5)
+    found = answer(tiny, prompts_of([3, 9, 1, 6, 4, 5]), 40, layers=LAYERS)
+    assert [a.tokens.tolist() for a in found] == [a.tokens.tolist() for a in answers]
+    with pytest.raises(IndexError):
+        answer(tiny, [[VOCAB]], 2, layers=LAYERS)
+    assert tiny.model.config._attn_implementation == before != generation.GROUPED
+
+
+def test_coarse_products_end_with_the_block():
+    before = torch.get_float32_matmul_precision()
+    found = []
+    with pytest.raises(ZeroDivisionError), generation.coarse_products():
+        found = [torch.get_float32_matmul_precision(), 1 / 0]
+    with generation.coarse_products():
+        found = [torch.get_float32_matmul_precision()]
+    assert found == ["medium"]
+    assert torch.get_float32_matmul_precision() == before == "highest"
+
+
 def test_sampled_answers_depend_on_the_seed_alone(tiny):
     chats = prompts_of([3, 5])
     first, again, other = (answer(tiny, chats, 12, 1.0, seed, LAYERS) for seed in (1, 1, 2))
@@ -104,7 +126,10 @@ def test_shards_that_exist_are_not_written_again(tiny, tmp_path, monkeypatch):
     assert len(load_answers(tmp_path / "shard-0002.safetensors")) == 2
 
 
-def test_prompts_are_many_distinct_and_split():
+def test_prompts_are_many_distinct_and_split(monkeypatch, request):
+    monkeypatch.setattr(prompts_module, "PACKAGES", ("networkx",))  # all four take half a minute to parse
+    prompts_module._package_functions.cache_clear()
+    request.addfinalizer(prompts_module._package_functions.cache_clear)
     train, held = prompts("math", 500), prompts("math", 500, held_out=True)
     assert len(set(train)) == len(set(held)) == 500
     assert any(name in text for text in held for name in HELD_OUT_NAMES)
@@ -117,6 +142,12 @@ def test_prompts_are_many_distinct_and_split():
         assert len(train) > 500
         assert len(held) > 40
         assert not set(train) & set(held)
+    library = [text for name, text in prompts_module._functions() if not prompts_module.is_held_out(name)]
+    train = prompts("code", 10**6)
+    assert set(train[: len(library)]) == set(library)  # packages come once the standard library is used up
+    assert len(train) > len(library) + 100
+    assert len(set(train)) == len(train)
+    assert prompts("code", 50) == train[:50]
     assert prompts("code", 1)[0].count("```") == 2
     with pytest.raises(ValueError, match="domain: got 'poetry'"):
         prompts("poetry", 1)

@@ -20,8 +20,9 @@ EXPECTED_ROWS = 4
 class PackedLinear(nn.Linear):
     """A float32 linear layer on the CPU that also keeps its weight packed; made by `pack_linears`.
 
-    Equal to `nn.Linear` up to float rounding. Where a gradient is asked for, for other types or devices, under autocast, and for a weight
-    made in inference mode it is `nn.Linear`. A weight that was written to is packed again.
+    Equal to `nn.Linear` up to float rounding. Where a gradient is asked for, for other types or devices, under autocast, for a weight made
+    in inference mode, and where float32 products may be coarse (`torch.set_float32_matmul_precision`) it is `nn.Linear`: oneDNN's packed
+    product keeps a buffer for every number of rows that it was coarse for. A weight that was written to is packed again.
     """
 
     _packed: Tensor | None = None
@@ -36,6 +37,7 @@ class PackedLinear(nn.Linear):
             or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
             or torch.is_autocast_enabled("cpu")
             or weight.is_inference()  # has no version to see a change by
+            or torch.get_float32_matmul_precision() != "highest"
         ):
             return super().forward(input)
         version = (weight.data_ptr(), weight._version)

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--folder", default="smollm2-run", metavar="DIR", help="of data, checkpoints and results (%(default)s)"
     )
     parser.add_argument(
-        "--shards", type=int, default=15, metavar="N", help="prepare: shards of 256 answers (%(default)s)"
+        "--shards", type=int, default=32, metavar="N", help="prepare: shards of 256 answers (%(default)s)"
     )
     parser.add_argument(
         "--minutes", type=float, default=60.0, metavar="M", help="train: of training in all (%(default)s)"

@@ -1,7 +1,8 @@
 """What SmolLM2 is asked: word problems, functions to write, and questions. Held-out prompts are other ones.
 
 - math: templates filled with names and numbers. Held-out problems use names and seeds that training never sees, in the same templates.
-- code: signature and docstring of standard library functions, the function's body left out.
+- code: signature and docstring of standard library functions, the function's body left out. Where those are used up, training goes on
+  with functions of the packages that torch brings along.
 - chat: the questions of `chatterbot-corpus` where it is installed, and questions about standard library modules.
 
 For code and chat, one module or question in twelve is held out, by a hash of its name.
@@ -13,7 +14,7 @@ import ast
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -45,6 +46,8 @@ TEMPLATES = (
     "What is {p} percent of {v}?",
 )
 MATH_HELD_OUT_SEED = 1_000_003
+PACKAGES = ("networkx", "numpy", "sympy", "torch")
+"""Whose functions training asks for after those of the standard library."""
 _MAX_DOCSTRING = 240
 _TOPICS = (
     "What is the Python module {} used for?",
@@ -58,7 +61,7 @@ def prompts(domain: Domain, count: int, seed: int = 0, *, held_out: bool = False
 
     Args:
         domain: "math", "code" or "chat".
-        count: how many; "code" and "chat" have an end, and then fewer come back.
+        count: how many; "code" (training's own after thousands) and "chat" have an end, and then fewer come back.
         seed: of the choice.
         held_out: from the split that training never reads.
 
@@ -77,8 +80,13 @@ def prompts(domain: Domain, count: int, seed: int = 0, *, held_out: bool = False
         return list(found)
     source = _functions() if domain == "code" else _questions()
     kept = [text for name, text in source if is_held_out(name) == held_out]
-    order = np.random.default_rng((seed, DOMAINS.index(domain))).permutation(len(kept))
-    return [kept[i] for i in order[:count]]
+    rng = np.random.default_rng((seed, DOMAINS.index(domain)))
+    chosen = [kept[i] for i in rng.permutation(len(kept))[:count]]
+    if domain == "code" and not held_out and count > len(kept):
+        known = {text for _, text in source}
+        more = [text for _, text in _package_functions() if text not in known]
+        chosen += [more[i] for i in rng.permutation(len(more))[: count - len(kept)]]
+    return chosen
 
 
 def word_problem(seed: int, names: tuple[str, ...]) -> str:
@@ -117,9 +125,29 @@ def _parsed(source: str) -> ast.Module:
 
 @lru_cache(maxsize=1)
 def _functions() -> tuple[tuple[str, str], ...]:
-    """Return (first module, message) for every public standard library function that says in a few lines what it does."""
+    """Return `_stubs` of the standard library."""
+    return _stubs(_modules())
+
+
+@lru_cache(maxsize=1)
+def _package_functions() -> tuple[tuple[str, str], ...]:
+    """Return `_stubs` of `PACKAGES`, tests left out; nothing is imported."""
+    modules = []
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        for root in spec.submodule_search_locations or [] if spec is not None else []:
+            for path in sorted(Path(root).rglob("*.py")):
+                parts = path.relative_to(root).parts
+                if not {"test", "tests", "testing"} & set(parts):
+                    name = ".".join((package, *parts[:-1], path.stem))
+                    modules.append((name, path.read_text(encoding="utf-8")))
+    return _stubs(modules)
+
+
+def _stubs(modules: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Return (first module, message) for every public function that says in a few lines what it does."""
     found: dict[str, str] = {}
-    for module, source in _modules():
+    for module, source in modules:
         for node in ast.walk(_parsed(source)):
             if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
                 continue
