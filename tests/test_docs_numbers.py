@@ -174,3 +174,9 @@ def test_smollm2s_figures():
     greedy = [rounds[f"{domain} at 0"] for domain in ("math", "code", "chat")]
     same, chats = (sum(entry[name] for entry in greedy) for name in ("texts_equal_to_plain", "chats"))
     assert f"{same} of {chats} chats" in text
+    folder, provenance = results.RESULTS / "smollm2", results.load(results.SMOLLM2)["provenance"]
+    histories, twin = results.load(folder / "training.json"), results.load(folder / "parallel_only.json")
+    assert histories["drafter"][-1] == provenance["last"]
+    assert histories["parallel_only"][-1] == twin["last"]
+    same = provenance["training"] | {"markov_rank": 0}
+    assert twin["training"] == same  # but for the head, both were trained alike

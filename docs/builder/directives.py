@@ -58,6 +58,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": results.training_table,
     "effects": results.effects_table,
     "smollm2 rounds": results.smollm2_rounds_table,
+    "smollm2 training": results.smollm2_training_table,
     "smollm2 speed": results.smollm2_speed_table,
 }
 

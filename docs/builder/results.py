@@ -118,22 +118,42 @@ def training_table() -> str:
 
 
 def smollm2_rounds_table() -> str:
-    """Return what the drafter shipped for SmolLM2 does on held-out chats as a Markdown table."""
-    facts = load(SMOLLM2)["provenance"]["evaluation"]
+    """Return what the drafter shipped for SmolLM2 and its parallel-only twin do on held-out chats as a Markdown table."""
+    shipped = load(SMOLLM2)["provenance"]["evaluation"]
+    twin = load(RESULTS / "smollm2" / "parallel_only.json")["evaluation"]
     lines = [
-        "| chats | temperature | tokens a round | acceptance of draft 1, 2, ... given those before | texts equal to the target's own |",
-        "| --- | ---: | ---: | --- | ---: |",
+        "| chats | temperature | tokens a round | parallel only | acceptance of draft 1, 2, ... given those before | texts equal to the "
+        "target's own |",
+        "| --- | ---: | ---: | ---: | --- | ---: |",
     ]
-    for name, found in facts.items():
+    for name, found in shipped.items():
         if " at " not in name:
             continue
         domain, temperature = name.split(" at ")
-        low, high = found["interval"]
         same = f"{found['texts_equal_to_plain']} of {found['chats']}" if "texts_equal_to_plain" in found else "same law"
         shares = ", ".join(f"{100 * value:.0f} %" for value in found["conditional_acceptance"])
-        lines.append(
-            f"| {domain} | {temperature} | {found['tokens_per_round']:.2f} [{low:.2f}, {high:.2f}] | {shares} | {same} |"
-        )
+        lines.append(f"| {domain} | {temperature} | {_rounds(found)} | {_rounds(twin[name])} | {shares} | {same} |")
+    return "\n".join(lines)
+
+
+def _rounds(found: Record) -> str:
+    low, high = found["interval"]
+    return f"{found['tokens_per_round']:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def smollm2_training_table() -> str:
+    """Return what both drafters of SmolLM2 had learned after how many steps as a Markdown table."""
+    histories = load(RESULTS / "smollm2" / "training.json")
+    lines = [
+        "| drafter | step | minutes | math | code | chat |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, label in (("drafter", "DSpark"), ("parallel_only", "parallel only")):
+        entries = histories[name]
+        marks = [entry for entry in entries if entry["step"] in (200, 400, 1000, 2000, 4000)]
+        for row in [*marks, entries[-1]]:
+            rounds = " | ".join(f"{row['tokens_per_round'][domain]:.2f}" for domain in ("math", "code", "chat"))
+            lines.append(f"| {label} | {row['step']:,} | {row['minutes']:.0f} | {rounds} |")
     return "\n".join(lines)
 
 
