@@ -15,8 +15,8 @@ from dsspark.decoding import generate
 from dsspark.models.huggingface import HuggingFaceTarget
 from dsspark.reference.losses import l1_distance
 from dsspark.serving.policies import FixedLength
+from dsspark.smollm2 import batching, generation, training
 from dsspark.smollm2 import blocks as blocks_module
-from dsspark.smollm2 import generation, training
 from dsspark.smollm2 import prompts as prompts_module
 from dsspark.smollm2.blocks import block_losses, greedy_rounds, make_blocks
 from dsspark.smollm2.drafter import SmolLM2Drafter, drafter_config, load_drafter, save_drafter
@@ -80,20 +80,20 @@ def test_what_is_kept_of_an_answer_is_what_a_pass_over_it_gives(tiny, answers):
 
 def test_the_cache_grows_and_the_model_gets_its_attention_back(tiny, answers, monkeypatch):
     before = tiny.model.config._attn_implementation
-    monkeypatch.setattr(generation, "COLUMNS", 5)
+    monkeypatch.setattr(batching, "COLUMNS", 5)
     found = answer(tiny, prompts_of([3, 9, 1, 6, 4, 5]), 40, layers=LAYERS)
     assert [a.tokens.tolist() for a in found] == [a.tokens.tolist() for a in answers]
     with pytest.raises(IndexError):
         answer(tiny, [[VOCAB]], 2, layers=LAYERS)
-    assert tiny.model.config._attn_implementation == before != generation.GROUPED
+    assert tiny.model.config._attn_implementation == before != batching.GROUPED
 
 
 def test_coarse_products_end_with_the_block():
     before = torch.get_float32_matmul_precision()
     found = []
-    with pytest.raises(ZeroDivisionError), generation.coarse_products():
+    with pytest.raises(ZeroDivisionError), batching.coarse_products():
         found = [torch.get_float32_matmul_precision(), 1 / 0]
-    with generation.coarse_products():
+    with batching.coarse_products():
         found = [torch.get_float32_matmul_precision()]
     assert found == ["medium"]
     assert torch.get_float32_matmul_precision() == before == "highest"

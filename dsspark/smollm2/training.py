@@ -19,9 +19,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from dsspark.smollm2.batching import coarse_products
 from dsspark.smollm2.blocks import block_losses, greedy_rounds, make_blocks
 from dsspark.smollm2.drafter import SmolLM2Drafter, drafter_config
-from dsspark.smollm2.generation import Answer, coarse_products, load_answers
+from dsspark.smollm2.generation import Answer, load_answers
 from dsspark.training.loop import write_atomically
 
 FITTED_ON = 20_000
